@@ -29,15 +29,8 @@ from backpack.convert.tracing import (
     optional_arguments,
     place_of,
 )
-from backpack.core.record.functions import (
-    TENSOR,
-    UNKNOWN,
-    VALUE,
-    Apply,
-    Kind,
-    TrainingFlag,
-    kind,
-)
+from backpack.core.record.conversions import Apply
+from backpack.core.record.kinds import TENSOR, UNKNOWN, VALUE, Kind, TrainingFlag, kind
 from backpack.core.record.lookup import (
     Function,
     change_clone,

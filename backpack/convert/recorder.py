@@ -35,6 +35,7 @@ from backpack.core.engine.hooks import extend_one
 from backpack.core.engine.intercept import not_intercepted
 from backpack.core.record.alive import preserve
 from backpack.core.record.compiler import may_leave_graph, set_compiler
+from backpack.core.record.conversions import Apply
 from backpack.core.record.data_flow import (
     DENSE,
     FORM,
@@ -52,8 +53,9 @@ from backpack.core.record.data_notes import (
     note_mixed,
     running,
 )
-from backpack.core.record.functions import ATTRIBUTES_TENSOR, ATTRIBUTES_VALUE, VALUE, Apply, Row
+from backpack.core.record.functions import Row
 from backpack.core.record.in_place import former_of
+from backpack.core.record.kinds import ATTRIBUTES_TENSOR, ATTRIBUTES_VALUE, VALUE
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.lookup import (
     FILLS,

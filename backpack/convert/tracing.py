@@ -29,16 +29,8 @@ from torch.fx.proxy import Attribute, TraceError
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from backpack.core.derivatives import derivatives_of
-from backpack.core.record.functions import (
-    TENSOR,
-    TENSORS,
-    UNKNOWN,
-    VALUE,
-    Kind,
-    TrainingFlag,
-    kind,
-)
 from backpack.core.record.generators import generator_states, have_changed, set_generators
+from backpack.core.record.kinds import TENSOR, TENSORS, UNKNOWN, VALUE, Kind, TrainingFlag, kind
 from backpack.core.record.lookup import kind_of_call, look_up, name_of
 from backpack.core.record.tape import has_rules
 from backpack.custom_module.branching import Parallel
@@ -317,7 +309,7 @@ class BackpackTracer(Tracer):
     """Records a forward pass; supported modules and those of ``torch.nn`` are recorded as a whole.
 
     Parameters and buffers are recorded where they are used, training flags as
-    :class:`~backpack.core.record.functions.TrainingFlag`.
+    :class:`~backpack.core.record.kinds.TrainingFlag`.
 
     Attributes:
         branches: Where the forward pass asked whether it is in training mode.

@@ -18,8 +18,8 @@ from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.derivatives.math_attention import math_attention
 from backpack.core.record.alive import live_calls
+from backpack.core.record.conversions import weight_of_norm
 from backpack.core.record.data_notes import assigned
-from backpack.core.record.functions import weight_of_norm
 from backpack.core.record.generators import OwnGenerators
 from backpack.core.record.visits import Visit
 from backpack.distributed.data_group import ProcessGroupChoice, digest

@@ -31,8 +31,8 @@ from backpack.core.derivatives.vectors import first_of, listed
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.data_flow import assumption_behind, is_all_data, is_of_inputs, tensors_in
-from backpack.core.record.functions import ENTRIES, MOVES, RESHAPES
 from backpack.core.record.generators import draws_nothing, evaluated_alike, evaluated_apart
+from backpack.core.record.kinds import ENTRIES, MOVES, RESHAPES
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.module_state import cast, describe
 from backpack.core.record.origins import flatten_outputs

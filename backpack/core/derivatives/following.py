@@ -26,7 +26,7 @@ from backpack.core.record.alive import all_live_calls
 from backpack.core.record.calls import Call
 from backpack.core.record.data_flow import tensors_in
 from backpack.core.record.data_notes import assigned, has_numbers
-from backpack.core.record.functions import CONSTANT, ENTRIES, MEMORY, MOVES, RESHAPES
+from backpack.core.record.kinds import CONSTANT, ENTRIES, MEMORY, MOVES, RESHAPES
 from backpack.core.record.layout import CPU, Layout, Owners
 from backpack.core.record.lookup import treatment
 from backpack.custom_module.branching import SumModule

@@ -32,7 +32,7 @@ from backpack.core.record.data_notes import (
     noted,
     running,
 )
-from backpack.core.record.functions import CONSTANT
+from backpack.core.record.kinds import CONSTANT
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.lookup import treatment
 from backpack.core.record.module_state import describe

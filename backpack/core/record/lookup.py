@@ -17,18 +17,9 @@ import torch
 from torch.fx.node import Node, map_arg
 from torch.nn import functional as F
 
-from backpack.core.record.functions import (
-    MOVES,
-    TABLE,
-    TENSOR,
-    TENSORS,
-    UNKNOWN,
-    VALUE,
-    Apply,
-    Kind,
-    Row,
-    kind,
-)
+from backpack.core.record.conversions import Apply
+from backpack.core.record.functions import TABLE, Row
+from backpack.core.record.kinds import MOVES, TENSOR, TENSORS, UNKNOWN, VALUE, Kind, kind
 from backpack.custom_module.function_module import FunctionModule, Slot
 
 NAMESPACES = {"F": F, "operator": operator, "builtins": builtins, "math": math}
