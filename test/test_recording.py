@@ -191,7 +191,7 @@ def scalar_parameter(net: Any, h: Tensor) -> Tensor:
 
 @forward(weight=(WIDTH, WIDTH), bias=(WIDTH,))
 def functional_linear(net: Any, h: Tensor) -> Tensor:
-    return F.linear(h.sigmoid(), net.weight, net.bias).tanh()
+    return F.linear(h.sigmoid(), net.weight * 1.0, net.bias).tanh()  # else it is a layer
 
 
 @forward(weight=(WIDTH, WIDTH), bias=(WIDTH,))

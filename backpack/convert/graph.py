@@ -11,6 +11,7 @@ import inspect
 import operator
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from torch.nn.modules.dropout import _DropoutNd
 
 from backpack.context import disable
+from backpack.convert.functional_layer import FunctionalLayer
 from backpack.convert.tracing import (
     ADVICE,
     TRACING,
@@ -229,6 +231,7 @@ class _Converter:
         for node in self.graph.nodes:
             if node not in self.done:
                 getattr(self, f"_convert_{node.op}")(node)
+        self._drop_readers()
         self.graph.lint()
         name = type(self.module).__name__
         return ConvertedModule(self.root, self.graph, name, tuple(self.conversions), self.branches)
@@ -253,6 +256,14 @@ class _Converter:
             elif child is not None:
                 result._modules[name] = self._copy_containers(child, memo)
         return result
+
+    def _drop_readers(self) -> None:
+        """Drop what has read parameters of layers, which read them themselves."""
+        unused = [str(node.target) for node in self.state.values() if not node.users]
+        self.conversions = [one for one in self.conversions if one.name not in unused]
+        for node in [node for node in self.state.values() if not node.users]:
+            self.graph.erase_node(node)
+            delattr(self.root, str(node.target))
 
     def _drop_unused(self) -> None:
         """Drop functions whose result nobody uses, unless they do something else, too."""
@@ -433,7 +444,7 @@ class _Converter:
         name, source = name_of(function), describe_function(node.target)  # type: ignore[arg-type]
         if function.on_clone:
             args, target = (str(target), *args), change_clone
-        inputs = nodes_in(args, kwargs)
+        inputs = nodes_in(kwargs.get("input"), args, kwargs)
 
         def template(leaf: Any) -> Any:
             if isinstance(leaf, Node):
@@ -450,7 +461,24 @@ class _Converter:
         arguments = map_leaves(template, args), map_leaves(template, kwargs)
         module = FunctionModule(target, *arguments, name, known=function.row is not None)
         label = str(args[1]) if target is getattr else name
+        if function.row is not None and function.row.layer is not None:
+            readers = self._readers(inputs[1:])
+            if readers:
+                layer = FunctionalLayer(module, readers)
+                return self._apply(node, Apply(layer, (inputs[0],)), label, source)
         return self._apply(node, Apply(module, tuple(inputs)), label, source)
+
+    def _readers(self, nodes: Sequence[Node]) -> list[ParameterModule]:
+        """Return new modules that read the same parameters; none if a node does something else."""
+        readers = []
+        for node in nodes:
+            target = next((name for name, own in self.state.items() if own is node), "")
+            path, _, name = target.rpartition(".")
+            owner = self.root.get_submodule(path)
+            if name not in owner._parameters:
+                return []
+            readers.append(ParameterModule(owner, name))
+        return readers
 
     def _change_in_place(self, changed: Node, result: Node, node: Node) -> None:
         """Let whoever uses a tensor after ``node`` has changed it use the result of the change.

@@ -65,6 +65,7 @@ from backpack.core.record.lookup import (
     application,
     change_view,
     geometry_of,
+    layer_of,
     name_of,
     part_of,
     set_item,
@@ -148,6 +149,7 @@ class Recorder(TorchFunctionMode):
         is_away: Whether it was taken from the stack of modes for as long as they run.
         opened: The leaf modules that are running whose functions are recorded instead.
         has_changes: Whether a tensor was changed in place: views of it may be read later.
+        has_derivatives: Whether functions were derived, which is not recorded.
         versions: Counts the changes of what the leaf without a rule reads that is running.
         generators: States of the generators of random numbers when it began.
         compiler: What compiles functions before and after: compiled ones would not be seen.
@@ -162,7 +164,7 @@ class Recorder(TorchFunctionMode):
         self.silent = 0
         self.is_away = False
         self.opened: list[Module] = []
-        self.has_changes = False
+        self.has_changes = self.has_derivatives = False
         self.versions: list[int] = []
         self.generators: tuple[Any, ...] = ()
         self.views: dict[int, Tensor] = {}
@@ -209,8 +211,10 @@ class Recorder(TorchFunctionMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.silent or STATE.get().disabled or in_transform():
+            self.has_derivatives |= in_transform() is not None
             return func(*args, **kwargs)
         if func in DERIVATIVES or getattr(func, "__module__", None) == "torch.autograd":
+            self.has_derivatives = True
             with disable():  # this is no backward pass for extensions
                 return func(*args, **kwargs)
         tensors = tensors_among((*args, *kwargs.values()) if kwargs else args)
@@ -224,9 +228,9 @@ class Recorder(TorchFunctionMode):
         if function is None:
             return self._follow_source(func(*args, **kwargs), args)
         if function.row is not None and function.row.layer is not None:
-            layer = self._layer(function, args, kwargs)
+            layer = layer_of(function.row, args, kwargs)
             if layer is not None:
-                return self._note(*layer, func(*args, **kwargs))
+                return self._note(*_named(layer, function, args, kwargs), func(*args, **kwargs))
         if any(map(REQUIRES_GRAD, filter(IS_LEAF, tensors))):
             args, kwargs = self.read_parameters(args, kwargs)
         may_change = bool(kwargs) or _position_of_inplace(func) is not None
@@ -296,8 +300,11 @@ class Recorder(TorchFunctionMode):
         before = args if former is None else (former, *args[1:])
         self.silent += 1
         try:
-            layer = self._layer(function, before, options)
-            what, inputs = layer or self._application(function, before, options, at_once=True)
+            layer = layer_of(function.row, before, options)
+            if layer is None:
+                what, inputs = self._application(function, before, options, at_once=True)
+            else:
+                what, inputs = _named(layer, function, before, options)
             outputs = result if changed is None else changed
             follow_data(what.module, tuple(self._inputs(what, inputs)), {}, outputs)
             if changed is not None:
@@ -393,18 +400,6 @@ class Recorder(TorchFunctionMode):
 
     # ------------------------------------------------------------------ functions as modules
 
-    @staticmethod
-    def _layer(function: Function, args: Any, kwargs: Any) -> tuple[Apply, list[Tensor]] | None:
-        """Return the layer that has the parameters among the arguments, and its input."""
-        make = None if function.row is None else function.row.layer
-        module = None if make is None else make(*args, **kwargs)
-        x = args[0] if args else kwargs.get("input")
-        layout = None if module is None else layout_of(x)
-        if module is None or (layout is not None and not layout.is_batched):
-            return None  # such as weights that are standardised
-        vars(module)["_backpack_name"] = f"{name_of(function)} at {_place()}"
-        return Apply(module, (Slot(0),)), [x]
-
     def _application(
         self, function: Function, args: Any, kwargs: Any, at_once: bool = False
     ) -> tuple[Apply, list[Any]]:
@@ -455,6 +450,12 @@ class Recorder(TorchFunctionMode):
             else x
             for x in what.inputs
         ]
+
+
+def _named(layer: Module, function: Function, args: Any, kwargs: Any) -> tuple[Apply, list[Tensor]]:
+    """Name the layer that a function is, and return it with its input."""
+    vars(layer)["_backpack_name"] = f"{name_of(function)} at {_place()}"
+    return Apply(layer, (Slot(0),)), [args[0] if args else kwargs["input"]]
 
 
 REQUIRES_GRAD, IS_LEAF = map(operator.attrgetter, ("requires_grad", "is_leaf"))

@@ -29,6 +29,7 @@ from backpack.convert.recorder import (
 )
 from backpack.core.derivatives.automatic import attributes_kept
 from backpack.core.engine.hooks import call_after_recording, copy_last
+from backpack.core.engine.spread import kind
 from backpack.core.record.compiler import is_traced, may_leave_graph, set_compiler
 from backpack.core.record.data_flow import clear_inputs, is_dense, note_inputs
 from backpack.core.record.data_notes import layout_of, note
@@ -40,10 +41,11 @@ from backpack.core.record.generators import (
 )
 from backpack.core.record.layout import unbatched
 from backpack.core.record.module_state import works_in_place
-from backpack.core.record.origins import origin
+from backpack.core.record.origins import is_foreign_function, origin
 from backpack.core.record.registry import derivatives_of, is_leaf
 from backpack.core.record.tape import GRAD_FN, has_rules
 from backpack.core.record.weights import IS_SOMETHING, version_of
+from backpack.hessianfree.graph import nodes_above
 
 # Modules of torch that consist of modules and functions.
 OPEN = (
@@ -54,6 +56,8 @@ OPEN = (
     nn.TransformerEncoderLayer,
     *(cls for name, cls in vars(nn).items() if name == "LinearCrossEntropyLoss"),  # torch 2.15
 )
+# Nodes of functions that are layers if they read parameters.
+LAYERS = {"Linear", "Convolution", "Embedding", "NativeLayerNorm", "NativeGroupNorm"}
 
 
 def is_open(module: Module) -> bool:
@@ -93,7 +97,8 @@ def record_functions(root: Module) -> None:
             vars(module)["_backpack_open"] = True
             _forget_leaf(module)
             continue
-        vars(module).pop("_backpack_open", None)  # it may have computed a parameter before
+        for mark in ("_backpack_open", "_backpack_whole"):  # it may have computed a parameter
+            vars(module).pop(mark, None)
         if _enter_leaf not in module._forward_pre_hooks.values():
             hook = module.register_forward_pre_hook(_enter_leaf, with_kwargs=True)
             CTX.add_hook_handle(hook, module)
@@ -269,11 +274,20 @@ def _leave_leaf(module: Module, args: Any, kwargs: Any, output: Any) -> Any:
         opens = "_backpack_open" in vars(module)  # another thread has opened it meanwhile
         leaves = tree_leaves(output)
         opens = opens or not _has_rows_of_samples(leaves) or any(map(_is_of_parameters, leaves))
-        run: Run | None = evaluated_apart if opens else None
+        suits = not (opens or "_backpack_whole" in vars(module)) and _calls_layers(
+            module, tensors_among((*args, *kwargs.values())), leaves
+        )
+        run: Run | None = evaluated_apart if opens or suits else None
         if have_changed(recorder.generators, generator_states()):
-            run = partial(_drawn_again, recorder.generators)
+            run, suits = partial(_drawn_again, recorder.generators), False
         if run is not None and recorder.versions == _versions(module, args, kwargs):
-            return _opened(module, args, kwargs, output, run)
+            before, recorder.has_derivatives = recorder.has_derivatives, False
+            seen = _opened(module, args, kwargs, output, run)
+            is_whole, recorder.has_derivatives = suits and recorder.has_derivatives, before
+            if not is_whole:
+                return seen
+            vars(module).pop("_backpack_open", None)
+            vars(module)["_backpack_whole"] = True
     return None
 
 
@@ -349,6 +363,25 @@ def _is_of_parameters(x: Any) -> bool:
     """Whether a gradient flows through something without samples."""
     layout = layout_of(x) if isinstance(x, Tensor) and x.requires_grad else None
     return layout is not None and not layout.is_batched
+
+
+def _calls_layers(module: Module, inputs: Sequence[Tensor], outputs: Sequence[Any]) -> bool:
+    """Whether functions read parameters of a module that are layers then, such as ``F.linear``."""
+    own = set(map(id, module.parameters()))
+    computed = [y.grad_fn for y in outputs if isinstance(y, Tensor) and y.dim()]
+    nodes = [*nodes_above(computed, until={x.grad_fn for x in inputs}.__contains__)]
+    if any(map(is_foreign_function, nodes)):  # which would not be recorded
+        return False
+    for node in nodes:
+        name = kind(node)
+        read = [parent for parent, _ in node.next_functions if parent is not None]
+        if name in ("Addmm", "Mm"):  # of a weight, transposed
+            read = [parent.next_functions[0][0] for parent in read if kind(parent) == "T"]
+        elif name not in LAYERS:
+            continue
+        if not own.isdisjoint(id(getattr(parent, "variable", None)) for parent in read):
+            return True
+    return False
 
 
 def _has_no_rule(module: Module) -> bool:

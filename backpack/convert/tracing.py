@@ -28,6 +28,7 @@ from torch.fx.node import Node
 from torch.fx.proxy import Attribute, TraceError
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
+from backpack.convert.functional_layer import FunctionalLayer
 from backpack.core.derivatives import derivatives_of
 from backpack.core.record.generators import generator_states, have_changed, set_generators
 from backpack.core.record.kinds import TENSOR, TENSORS, UNKNOWN, VALUE, Kind, TrainingFlag, kind
@@ -330,7 +331,7 @@ class BackpackTracer(Tracer):
             return has_rules(m)
         return (
             type(m).__module__.startswith(("torch.nn", "torch.ao.nn", "backpack.custom_module"))
-            or isinstance(m, torch.jit.ScriptModule)
+            or isinstance(m, (FunctionalLayer, torch.jit.ScriptModule))
             or derivatives_of(m) is not None
             or has_rules(m)
         )

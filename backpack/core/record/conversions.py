@@ -238,46 +238,9 @@ def layer_norm(
     return nn.LayerNorm(normalized_shape, eps, elementwise_affine=False)
 
 
-def affine_layer_norm(
-    input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
-) -> Module | None:
-    """Layer normalisation as the layer that has its parameters."""
-    parameters = [p for p in (weight, bias) if p is not None]
-    if not parameters or not all(isinstance(p, nn.Parameter) for p in parameters):
-        return None
-    module = nn.LayerNorm(normalized_shape, eps, elementwise_affine=False)
-    module.weight, module.bias = weight, bias
-    return module
-
-
 def rms_norm(normalized_shape: Any, weight: None = None, eps: float | None = None) -> Module:
     """RMS normalisation without parameters."""
     return nn.RMSNorm(normalized_shape, eps, elementwise_affine=False)
-
-
-BATCH_NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
-
-
-def batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Module | None:
-    """Batch normalisation: a function of its own would have to act on each sample alone."""
-    kind = BATCH_NORMS.get(input.dim())
-    are_own = all(p is None or isinstance(p, nn.Parameter) for p in (weight, bias))
-    if kind is None or not are_own or isinstance(input, nn.Parameter):
-        return None
-    module: Any = kind(input.shape[1], eps, momentum, False, not training)
-    module.weight, module.bias = weight, bias
-    if not training:
-        module.running_mean, module.running_var = running_mean, running_var
-    return module.train(training)
 
 
 def max_pool(make: Callable[..., Module]) -> Callable[..., Module | None]:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import Module
 
 from backpack.core.record import conversions as to
+from backpack.core.record import functional_layers as layers
 from backpack.core.record.conversions import Apply, dropout, layer, loss
 from backpack.core.record.kinds import (
     CONSTANT,
@@ -239,7 +240,7 @@ TABLE: tuple[Row, ...] = (
     Row("F.softplus", layer(nn.Softplus), treatment=ENTRIES),
     Row("F.softsign", layer(nn.Softsign), treatment=ENTRIES),
     Row("F.threshold torch.threshold", layer(nn.Threshold), treatment=ENTRIES),
-    Row("F.prelu torch.prelu .prelu"),
+    Row("F.prelu torch.prelu .prelu", layer=layers.prelu),
     Row("F.softmax torch.softmax .softmax torch.special.softmax", layer(to.softmax(nn.Softmax))),
     Row("F.softmin", layer(to.softmax(nn.Softmin))),
     Row(
@@ -300,22 +301,33 @@ TABLE: tuple[Row, ...] = (
     Row("F.grid_sample F.affine_grid"),
     # layers with their parameters as arguments
     *_rows(
-        *("F.linear", "F.bilinear torch.bilinear", "F.group_norm torch.group_norm", "F.normalize"),
-        *("F.embedding torch.embedding", "F.embedding_bag", "F.one_hot"),
-        *("F.conv1d torch.conv1d", "F.conv2d torch.conv2d", "F.conv3d torch.conv3d"),
-        "F.conv_transpose1d torch.conv_transpose1d",
-        "F.conv_transpose2d torch.conv_transpose2d",
-        "F.conv_transpose3d torch.conv_transpose3d",
+        *("F.bilinear torch.bilinear", "F.embedding_bag", "F.one_hot"),
+        "F.normalize torch.embedding torch.group_norm torch.rms_norm",
         "F.cosine_similarity torch.cosine_similarity",
         "F.pairwise_distance torch.pairwise_distance",
     ),
-    Row("F.batch_norm", keep=True, layer=to.batch_norm),
+    Row("F.batch_norm", keep=True, layer=layers.batch_norm),
     Row("torch.batch_norm", keep=True),
     Row("F.instance_norm torch.instance_norm", keep=True),
     Row("torch._weight_norm", to.weight_norm),
-    Row("F.layer_norm", layer(to.layer_norm), layer=to.affine_layer_norm),
+    Row("F.layer_norm", layer(to.layer_norm), layer=layers.layer_norm),
     Row("torch.layer_norm", layer(to.layer_norm)),
-    Row("F.rms_norm torch.rms_norm", layer(to.rms_norm)),
+    Row("F.rms_norm", layer(to.rms_norm), layer=layers.rms_norm),
+    Row("F.group_norm", layer=layers.group_norm),
+    Row("F.linear", layer=layers.linear),
+    Row("F.conv1d torch.conv1d", layer=layers.conv(nn.Conv1d)),
+    Row("F.conv2d torch.conv2d", layer=layers.conv(nn.Conv2d)),
+    Row("F.conv3d torch.conv3d", layer=layers.conv(nn.Conv3d)),
+    Row(
+        "F.conv_transpose1d torch.conv_transpose1d", layer=layers.conv_transpose(nn.ConvTranspose1d)
+    ),
+    Row(
+        "F.conv_transpose2d torch.conv_transpose2d", layer=layers.conv_transpose(nn.ConvTranspose2d)
+    ),
+    Row(
+        "F.conv_transpose3d torch.conv_transpose3d", layer=layers.conv_transpose(nn.ConvTranspose3d)
+    ),
+    Row("F.embedding", layer=layers.embedding),
     Row("F.local_response_norm", layer(nn.LocalResponseNorm)),
     Row("F.scaled_dot_product_attention", to.attention, keep=True),
     Row("F.multi_head_attention_forward", None, (TENSOR, TENSOR), keep=True),

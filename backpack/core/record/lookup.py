@@ -8,16 +8,18 @@ from __future__ import annotations
 import builtins
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 from torch.fx.node import Node, map_arg
+from torch.nn import Module
 from torch.nn import functional as F
 
 from backpack.core.record.conversions import Apply
+from backpack.core.record.data_notes import layout_of, running
 from backpack.core.record.functions import TABLE, Row
 from backpack.core.record.kinds import MOVES, TENSOR, TENSORS, UNKNOWN, VALUE, Kind, kind
 from backpack.custom_module.function_module import FunctionModule, Slot
@@ -263,6 +265,27 @@ def application(
         module = FunctionModule(target, args, kwargs, name_of(function))
         what = Apply(module, tuple(map(Slot, range(count))))
     return what
+
+
+def row_of(target: Callable[..., Any] | str) -> Row | None:
+    """Return the row of a function, or of the method of that name."""
+    if isinstance(target, str):
+        return INDEX.methods.get(target)
+    return INDEX.functions[target].row if target in INDEX.functions else None
+
+
+def layer_of(row: Row | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Module | None:
+    """Return the layer that has the parameters among the arguments of a function.
+
+    None if there is none, or if the first argument is not one with samples: weights that are
+    standardised, or a parameter. What a model is called with is no parameter.
+    """
+    layer = None if row is None or row.layer is None else row.layer(*args, **kwargs)
+    layout = None if layer is None else layout_of(args[0] if args else kwargs.get("input"))
+    if layer is None or layout is None or not layout.is_batched:
+        return None
+    is_given = any(id(p) in inputs.rows for p in layer.parameters() for inputs in running())
+    return None if is_given else layer
 
 
 def nodes_in(*arguments: Any) -> list[Node]:

@@ -1,0 +1,51 @@
+"""Functions in traced models that are given the parameters of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, ModuleList
+
+from backpack.core.engine.backward_pass import BackwardPass
+from backpack.core.record.lookup import layer_of, row_of
+from backpack.core.record.tape import record
+from backpack.custom_module.function_module import FunctionModule, Slot, map_leaves
+from backpack.custom_module.parameter_module import ParameterModule
+
+
+class FunctionalLayer(Module):
+    """Calls a function such as ``F.linear``, which is recorded as the layer with its parameters.
+
+    Of an input that is no row for each sample, it is recorded as a function.
+
+    Attributes:
+        function: The function, whose first input is that of the layer.
+        readers: The parameters, its other inputs.
+    """
+
+    def __init__(self, function: FunctionModule, readers: Sequence[ParameterModule]):
+        """Store the function, and where its parameters are."""
+        super().__init__()
+        self.function, self.readers = function, ModuleList(readers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Call the function: ``[N, *in] -> [N, *out]``."""
+        layer = None if torch.compiler.is_dynamo_compiling() else self._layer(x)
+        if layer is None:
+            return self.function(x, *[reader() for reader in self.readers])
+        vars(layer)["_backpack_name"] = vars(self).get("_backpack_name", self.function.name)
+        y = layer.forward(x)
+        seen = record(layer, (x,), {}, y, BackwardPass.reached, BackwardPass.missed)
+        return y if seen is None else seen
+
+    def _layer(self, x: Tensor) -> Module | None:
+        given = x, *[reader.parameter for reader in self.readers]
+
+        def fill(leaf: Any) -> Any:
+            return given[leaf.index] if isinstance(leaf, Slot) else leaf
+
+        arguments = map_leaves(fill, (self.function.args, self.function.kwargs))
+        return layer_of(row_of(self.function.function), *arguments)

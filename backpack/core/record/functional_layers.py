@@ -1,0 +1,194 @@
+"""Functions that are given the parameters of a layer, such as ``F.linear(x, self.weight)``.
+
+A recorded call of one is a call of that layer: it has no parameters of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import Module, Parameter
+
+
+def _with(kind: type[Module], parameters: dict[str, Any], **options: Any) -> Module | None:
+    """Return a layer that has parameters, which are not initialised again.
+
+    None if one of them is something else, such as a weight that was computed.
+    """
+    if not all(p is None or isinstance(p, Parameter) for p in parameters.values()):
+        return None
+    module = kind.__new__(kind)
+    Module.__init__(module)
+    vars(module).update(options)
+    for name, p in parameters.items():
+        module.register_parameter(name, p)
+    return module
+
+
+def _sizes(value: Any, count: int) -> tuple[int, ...]:
+    """Return an option of each axis in space."""
+    given = tuple(value) if isinstance(value, Sequence) else (value,)
+    return given * count if len(given) == 1 else given
+
+
+def linear(input: Tensor, weight: Any, bias: Any = None) -> Module | None:
+    """Return a linear layer."""
+    if input.dim() < 2 or weight.dim() != 2:
+        return None
+    features = dict(zip(("out_features", "in_features"), weight.shape, strict=True))
+    return _with(nn.Linear, {"weight": weight, "bias": bias}, **features)
+
+
+def conv(kind: type[Module]) -> Callable[..., Module | None]:
+    """Convolutions of one number of axes in space."""
+
+    def make(
+        input: Tensor,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Module | None:
+        channels = weight.shape[1] * groups, weight.shape[0]
+        return _conv(
+            kind, channels, input, weight, bias, stride, padding, dilation, groups, 0, False
+        )
+
+    return make
+
+
+def conv_transpose(kind: type[Module]) -> Callable[..., Module | None]:
+    """Transposed convolutions of one number of axes in space."""
+
+    def make(
+        input: Tensor,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Module | None:
+        channels, more = (weight.shape[0], weight.shape[1] * groups), output_padding
+        return _conv(
+            kind, channels, input, weight, bias, stride, padding, dilation, groups, more, True
+        )
+
+    return make
+
+
+def _conv(
+    kind: type[Module],
+    channels: tuple[int, int],
+    input: Tensor,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+    output_padding: Any,
+    transposed: bool,
+) -> Module | None:
+    axes = weight.dim() - 2
+    if input.dim() != weight.dim():  # no axis for the samples
+        return None
+    return _with(
+        kind,
+        {"weight": weight, "bias": bias},
+        in_channels=channels[0],
+        out_channels=channels[1],
+        kernel_size=tuple(weight.shape[2:]),
+        stride=_sizes(stride, axes),
+        padding=padding if isinstance(padding, str) else _sizes(padding, axes),
+        dilation=_sizes(dilation, axes),
+        groups=groups,
+        padding_mode="zeros",
+        transposed=transposed,
+        output_padding=_sizes(output_padding, axes),
+    )
+
+
+def embedding(
+    input: Tensor,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Module | None:
+    """Return an embedding that changes neither its weight nor its gradient."""
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        return None
+    sizes = dict(zip(("num_embeddings", "embedding_dim"), weight.shape, strict=True))
+    if padding_idx is not None:
+        padding_idx %= len(weight)
+    options = {"max_norm": None, "norm_type": norm_type, "scale_grad_by_freq": False}
+    parameters = {"weight": weight}
+    return _with(
+        nn.Embedding, parameters, padding_idx=padding_idx, sparse=False, **options, **sizes
+    )
+
+
+def prelu(input: Tensor, weight: Any) -> Module | None:
+    """Return a PReLU."""
+    return _with(nn.PReLU, {"weight": weight}, num_parameters=weight.numel())
+
+
+def layer_norm(
+    input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Module | None:
+    """Return a layer normalisation with parameters."""
+    if weight is None and bias is None:
+        return None
+    options = {"normalized_shape": _sizes(normalized_shape, 1), "elementwise_affine": True}
+    return _with(nn.LayerNorm, {"weight": weight, "bias": bias}, eps=eps, **options)
+
+
+def rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Any = None, eps: float | None = None
+) -> Module | None:
+    """Return an RMS normalisation with a parameter."""
+    if weight is None:
+        return None
+    options = {"normalized_shape": _sizes(normalized_shape, 1), "elementwise_affine": True}
+    return _with(nn.RMSNorm, {"weight": weight}, eps=eps, **options)
+
+
+def group_norm(
+    input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Module | None:
+    """Return a group normalisation."""
+    options = {"num_groups": num_groups, "num_channels": input.shape[1], "affine": True}
+    return _with(nn.GroupNorm, {"weight": weight, "bias": bias}, eps=eps, **options)
+
+
+BATCH_NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Module | None:
+    """Batch normalisation: a function of its own would have to act on each sample alone."""
+    kind = BATCH_NORMS.get(input.dim())
+    are_own = all(p is None or isinstance(p, Parameter) for p in (weight, bias))
+    if kind is None or not are_own or isinstance(input, Parameter):
+        return None
+    module: Any = kind(input.shape[1], eps, momentum, False, not training)
+    module.weight, module.bias = weight, bias
+    if not training:
+        module.running_mean, module.running_var = running_mean, running_var
+    return module.train(training)

@@ -1,0 +1,221 @@
+"""Functions that are given parameters, such as ``F.linear(x, self.weight)``, are layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack import backpack, extend, extensions
+
+N, POSITIONS, CLASSES = 4, 5, 3
+
+
+@pytest.fixture(autouse=True)
+def double_precision() -> Iterator[None]:
+    """Build everything in float64, repeatably."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Functional(nn.Module):
+    """The function of a layer, given the same parameters."""
+
+    def __init__(self, layer: nn.Module, call: Callable[..., Tensor]) -> None:
+        super().__init__()
+        for name, p in layer.named_parameters():
+            self.register_parameter(name, p)
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, *in] -> [N, *out]."""
+        return self.call(x, **self._parameters)
+
+
+# A layer, the shape of its input, and the call of a function of the same parameters.
+LAYERS: dict[str, tuple[nn.Module, tuple[int, ...], Callable[..., Tensor]]] = {
+    "linear": (nn.Linear(6, 2), (6,), F.linear),
+    "linear of positions": (nn.Linear(6, 2), (POSITIONS, 6), F.linear),
+    "linear without bias": (
+        nn.Linear(6, 2, bias=False),
+        (6,),
+        lambda x, weight: F.linear(weight=weight, input=x),
+    ),
+    "conv1d": (
+        nn.Conv1d(2, 4, 3, 2, 1, 1, 2),
+        (2, 7),
+        lambda x, weight, bias: F.conv1d(x, weight, bias, 2, 1, 1, 2),
+    ),
+    "conv2d": (
+        nn.Conv2d(2, 3, (3, 2), padding=(1, 0)),
+        (2, 4, 4),
+        lambda x, weight, bias: F.conv2d(x, weight, bias, padding=[1, 0]),
+    ),
+    "conv2d of the same size": (
+        nn.Conv2d(2, 3, 3, padding="same", bias=False),
+        (2, 4, 4),
+        lambda x, weight: F.conv2d(x, weight, padding="same"),
+    ),
+    "conv3d": (nn.Conv3d(1, 2, 2), (1, 3, 3, 3), F.conv3d),
+    "conv_transpose1d": (
+        nn.ConvTranspose1d(2, 4, 3, 2, 1, 1, 2, dilation=2),
+        (2, 5),
+        lambda x, weight, bias: F.conv_transpose1d(x, weight, bias, 2, 1, 1, 2, 2),
+    ),
+    "conv_transpose2d": (nn.ConvTranspose2d(2, 3, 2), (2, 3, 3), F.conv_transpose2d),
+    "conv_transpose3d": (nn.ConvTranspose3d(1, 2, 2), (1, 2, 2, 2), F.conv_transpose3d),
+    "prelu": (nn.PReLU(3), (3,), F.prelu),
+    "layer_norm": (
+        nn.LayerNorm(6, eps=0.1),
+        (POSITIONS, 6),
+        lambda x, weight, bias: F.layer_norm(x, (6,), weight, bias, 0.1),
+    ),
+    "rms_norm": (nn.RMSNorm(6), (6,), lambda x, weight: F.rms_norm(x, (6,), weight)),
+    "group_norm": (
+        nn.GroupNorm(2, 4),
+        (4, 5),
+        lambda x, weight, bias: F.group_norm(x, 2, weight, bias),
+    ),
+}
+EXTENSIONS = (
+    extensions.BatchGrad,
+    extensions.BatchL2Grad,
+    extensions.DiagHessian,
+    extensions.KFLR,
+    extensions.SqrtGGNExact,
+)
+
+
+def quantities(model: nn.Module, X: Tensor, y: Tensor) -> list[list[Any]]:
+    """Compute some quantities of each parameter."""
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    with backpack(*[ext() for ext in EXTENSIONS]):
+        loss.backward()
+    params = list(model.parameters())
+    return [[p.grad, *[getattr(p, ext().savefield) for ext in EXTENSIONS]] for p in params]
+
+
+@pytest.mark.parametrize("route", ["trace", "record"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_as_the_layer(name: str, route: Any) -> None:
+    """Also where the function is called by a module without children, behind another one."""
+    layer, shape, call = LAYERS[name]
+    layer = copy.deepcopy(layer).double()
+    for p in layer.parameters():
+        nn.init.normal_(p)
+    X, y = torch.randn(N, *shape), torch.randint(2, (N,))
+    before, after = nn.Linear(shape[-1], shape[-1]), nn.Sequential(nn.Tanh(), nn.Flatten())
+    model = nn.Sequential(before, Functional(copy.deepcopy(layer), call), copy.deepcopy(after))
+    state, plain = list(model.state_dict()), nn.Sequential(copy.deepcopy(before), layer, after)
+    model, plain = extend(model, use_converter=route), extend(plain)
+    truth = quantities(plain, X, y)
+    for _ in range(2):
+        torch.testing.assert_close(quantities(model, X, y), truth)
+        model.zero_grad()
+    assert list(model.state_dict()) == state
+    torch.testing.assert_close(quantities(copy.deepcopy(model), X, y), truth)
+
+
+@pytest.mark.parametrize("route", ["trace", "record"])
+@pytest.mark.parametrize("padding_idx", [None, -1])
+def test_embedding(padding_idx: int | None, route: Any) -> None:
+    table = nn.Embedding(5, 3, padding_idx)
+    tokens, y = torch.randint(5, (N, POSITIONS)), torch.randint(CLASSES, (N,))
+    call = Functional(copy.deepcopy(table), lambda x, weight: F.embedding(x, weight, padding_idx))
+    plain, model = (nn.Sequential(one, nn.Flatten(), nn.Tanh()) for one in (table, call))
+    truth = quantities(extend(plain), tokens, y)
+    torch.testing.assert_close(quantities(extend(model, use_converter=route), tokens, y), truth)
+
+
+# What is given to a function, but is no parameter of a layer, or no input with samples.
+OTHERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "computed": lambda net, h: F.linear(h, 2 * net.square, net.bias),
+    "transposed": lambda net, h: F.linear(h, net.square.T),
+    "a part": lambda net, h: F.linear(h, net.square[:2]),
+    "buffer": lambda net, h: F.linear(h, net.square, net.constant[0]),
+    "of a buffer": lambda net, h: h + F.linear(net.constant, net.square, net.bias).sum(0),
+    "of a parameter": lambda net, h: h * F.linear(net.square, net.square, net.bias).mean(0),
+    "of a buffer with as many rows": lambda net, h: h + F.linear(net.constant, net.square)[0],
+    "one vector": lambda net, h: h + F.linear(net.bias, net.square),
+    "twice": lambda net, h: F.linear(F.linear(h, net.square, net.bias).sin(), net.square, net.bias),
+    "of another layer": lambda net, h: F.linear(h, net.linear.weight) * net.bias,
+}
+
+
+class Net(nn.Module):
+    def __init__(self, call: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.call = nn.Linear(3, 3), call
+        self.square, self.bias = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3))
+        self.register_buffer("constant", torch.randn(N, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3] -> [N, classes]."""
+        return self.call(self, self.linear(x).tanh())
+
+
+@pytest.mark.parametrize("route", ["trace", "record"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_layer(name: str, route: Any) -> None:
+    net, lossfunc = Net(OTHERS[name]), nn.CrossEntropyLoss()
+    X, y = torch.randn(N, 3), torch.randint(2, (N,))
+    used = [p.requires_grad_(p.grad is not None) for p in _with_gradients(net, X, y)]
+    used = [p for p in used if p.requires_grad]
+    truths = {
+        extensions.BatchGrad: oracle.batch_grad(net, lossfunc, X, y),
+        extensions.BatchDiagGGNExact: oracle.batch_ggn_diag(net, lossfunc, X, y),
+        extensions.DiagHessian: oracle.hessian_diag(net, lossfunc, X, y),
+    }
+    net, lossfunc = extend(net, use_converter=route), extend(lossfunc)
+    with backpack(*[ext() for ext in truths]):
+        lossfunc(net(X), y).backward()
+    found = [p for p in net.parameters() if p.requires_grad]
+    assert len(found) == len(used)
+    for ext, truth in truths.items():
+        torch.testing.assert_close([getattr(p, ext().savefield) for p in found], truth)
+
+
+def _with_gradients(net: nn.Module, X: Tensor, y: Tensor) -> list[nn.Parameter]:
+    nn.CrossEntropyLoss()(net(X), y).backward()
+    return list(net.parameters())
+
+
+@pytest.mark.parametrize("route", ["trace", "record"])
+def test_parameters_that_are_replaced(route: Any) -> None:
+    """The layer has the parameters of the call."""
+    net = Net(lambda net, h: F.linear(h, net.square, net.bias))
+    model, lossfunc = extend(net, use_converter=route), extend(nn.CrossEntropyLoss())
+    X, y = torch.randn(N, 3), torch.randint(CLASSES, (N,))
+    for _ in range(2):
+        model.square = nn.Parameter(torch.randn(3, 3))
+        with backpack(extensions.BatchGrad()):
+            lossfunc(model(X), y).backward()
+        torch.testing.assert_close(model.square.grad_batch.sum(0), model.square.grad)
+        model.zero_grad()
+
+
+def test_parameters_that_a_model_is_called_with() -> None:
+    """With a row for each sample, they are data."""
+
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+            return F.linear(self.linear(x).tanh(), weight)
+
+    model, lossfunc = extend(Called(), use_converter="record"), extend(nn.CrossEntropyLoss())
+    weight = nn.Parameter(torch.randn(N, 3))
+    with backpack(extensions.BatchGrad()):
+        lossfunc(model(torch.randn(N, 3), weight), torch.randint(CLASSES, (N,))).backward()
+    torch.testing.assert_close(model.linear.weight.grad_batch.sum(0), model.linear.weight.grad)
+    assert not hasattr(weight, "grad_batch")
