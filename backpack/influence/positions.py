@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import Embedding, LayerNorm, Linear, Parameter, RMSNorm
 
 from backpack.core.engine import call_products
-from backpack.core.engine.products import Products, Use
+from backpack.core.engine.products import Products
+from backpack.core.engine.uses import Use
 from backpack.core.record.module_state import describe
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 

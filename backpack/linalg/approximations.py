@@ -13,8 +13,9 @@ from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from backpack import backpack, extensions
-from backpack.core.engine.extracted import IDENTITY, Bases, add
-from backpack.core.engine.products import Products, axis_factors
+from backpack.core.engine.blocks import axis_factors
+from backpack.core.engine.extracted import IDENTITY, INPUT_FACTORS, Bases, add
+from backpack.core.engine.products import Products
 from backpack.core.engine.propagations import InBases, LossFactor
 from backpack.distributed.data_group import DataGroup, ProcessGroupChoice
 from backpack.extensions import DiagGGNExact, DiagGGNMC, DiagHessian
@@ -359,7 +360,7 @@ class _KroneckerSums(HBP):
 
     def extract(self, products: Products) -> list[Tensor]:
         p = products.parameter
-        count = products.weight_of_inputs(self.approximation)
+        count = products.count_of(INPUT_FACTORS[self.approximation])
         self.num_samples[p] = self.num_samples.get(p, 0) + count
         self.swaps_axes[p] = products.swaps_axes
         gram: Any = products[self.needs[0]]

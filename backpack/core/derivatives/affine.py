@@ -19,7 +19,6 @@ from torch import Tensor
 
 from backpack.core import fast, memory
 from backpack.core.derivatives import reductions
-from backpack.core.values import at_least_single
 
 GRAM_NORMS = fast.path("norms by Gram matrices", "Norms of products need no products.")
 
@@ -237,12 +236,4 @@ def input_factor(x: Tensor, approximation: str | None, max_size: float = inf) ->
         x = x.mean(1, keepdim=True)
     count = num_n * num_t if approximation == "expand" else num_n
     rows = (x if x.is_contiguous() else x.transpose(0, 1)).flatten(0, 1)
-    if rows.shape[1] <= max_size:
-        return reductions.gram(rows, count)
-    return mean_square(rows, [0], count)
-
-
-def mean_square(values: Tensor, axes: Sequence[int], count: float) -> Tensor:
-    """Sum squares along some axes, divided by a count, at least in single precision."""
-    wide = at_least_single(values)
-    return (wide.square().sum(list(axes)) / count).to(values.dtype)
+    return reductions.gram(rows, count, max_size)

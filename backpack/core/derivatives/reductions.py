@@ -14,7 +14,7 @@ square_norm   ``[N]``         sum over v of the squared norms
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from math import prod
+from math import inf, prod
 
 import torch
 from torch import Tensor
@@ -74,8 +74,16 @@ def over_columns(values: Tensor) -> Tensor:
     return values.squeeze(0) if len(values) == 1 else values.sum(0)
 
 
-def gram(rows: Tensor, count: float) -> Tensor:
-    """Sum the outer products of rows ``[R, D]``, divided by a count: ``[D, D]``."""
+def mean_square(values: Tensor, axes: Sequence[int], count: float) -> Tensor:
+    """Sum squares along some axes, divided by a count, at least in single precision."""
+    wide = at_least_single(values)
+    return (wide.square().sum(list(axes)) / count).to(values.dtype)
+
+
+def gram(rows: Tensor, count: float, max_size: float = inf) -> Tensor:
+    """Sum outer products of rows, divided by a count: ``[D, D]``; a diagonal ``[D]`` if larger."""
+    if rows.shape[1] > max_size:
+        return mean_square(rows, [0], count)
     unread, shape = rows.new_empty(1, 1), (rows.shape[1], rows.shape[1])
     is_large = prod(shape) * rows.element_size() >= memory.LARGE
     out = memory.empty(shape, rows) if is_large and not torch.is_grad_enabled() else None

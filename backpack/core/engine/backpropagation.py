@@ -28,9 +28,10 @@ from backpack.core.engine.extracted import Bases
 from backpack.core.engine.extraction import Extraction
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan
-from backpack.core.engine.products import Use, extract
+from backpack.core.engine.products import extract
 from backpack.core.engine.slices import Part, narrow, slice_bytes
 from backpack.core.engine.user_rules import ColumnRules
+from backpack.core.engine.uses import Use
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.origins import Origin
 from backpack.core.record.visits import Visit

@@ -17,7 +17,6 @@ from backpack.core.engine import call_products
 from backpack.core.engine.extracted import REDUCTIONS
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan, Producer
-from backpack.core.engine.products import Use
 from backpack.core.engine.slices import Gathered, Part, chunks, narrow
 from backpack.core.record.context import context_of
 from backpack.core.record.visits import Visit
@@ -129,9 +128,9 @@ class Diagonals:
                 for part in parts:
                     diagonal = narrow(values, 0, part.samples, samples)
                     rows = plan.rows(call, part.chosen(plan.base, self._subsampling))
-                    use = Use(call, name, Factor(diagonal.unsqueeze(0), len(diagonal)), rows)
-                    square = use.apply("squared_param_vjp" if each else "squared_param_vjp_sum")
-                    square = square.squeeze(0)
+                    method = "squared_param_vjp" if each else "squared_param_vjp_sum"
+                    c, columns = context_of(call, rows), [diagonal.unsqueeze(0)]
+                    square = call_products.param(c, method, name, columns).squeeze(0)
                     if "square" in wanted:
                         whole["square"].add(square.sum(0) if each else square, part)
                     if each:

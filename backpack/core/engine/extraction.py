@@ -25,8 +25,9 @@ from backpack.core.engine.extracted import (
 )
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan
-from backpack.core.engine.products import Products, Use
+from backpack.core.engine.products import Products
 from backpack.core.engine.slices import Gathered, Part
+from backpack.core.engine.uses import Use
 from backpack.core.record.layout import Owners
 from backpack.core.record.visits import Visit
 from backpack.core.rows import row_numbers
@@ -143,7 +144,7 @@ class Extraction:
             shape_only = call.outputs[0].new_empty(1).expand(1, count)
             groups = count // self.rows_per_sample.get(call, 1)
             rows = plan.rows(call, self._subsampling)
-            uses.append(Use(call, name, Factor(shape_only, groups), rows))
+            uses.append(Use(call, name, Factor(shape_only, groups), rows, [shape_only]))
         return uses
 
 

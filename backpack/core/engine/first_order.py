@@ -16,11 +16,12 @@ from backpack.core.engine.combining import Combining
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan
-from backpack.core.engine.products import Use, extract
+from backpack.core.engine.products import extract
 from backpack.core.engine.results import Writer, note_gradient
 from backpack.core.engine.separate_samples import separate_samples
 from backpack.core.engine.trained import Trained
 from backpack.core.engine.user_rules import run_rule
+from backpack.core.engine.uses import Use
 from backpack.core.record.context import context_of
 from backpack.core.record.module_state import describe
 from backpack.core.record.visits import Visit, compute_in_one_precision

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from math import inf, prod
+from operator import add, attrgetter
 from typing import Any
 
 import torch
@@ -14,31 +14,17 @@ from torch.nn import Parameter
 
 from backpack.core import fast, memory
 from backpack.core.derivatives import reductions
-from backpack.core.derivatives.affine import input_factor, mean_square, with_one
-from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.affine import with_one
+from backpack.core.derivatives.reductions import gram
 from backpack.core.derivatives.sample_axes import BatchAxis
-from backpack.core.engine import call_products, sources
-from backpack.core.engine.extracted import (
-    ARRIVED,
-    GRAMS,
-    IN_BASES,
-    INPUT_FACTORS,
-    JOINT_EIGEN_SQUARES,
-    JOINT_FACTORS,
-    OF_INPUTS,
-    Bases,
-    add,
-    merge_groups,
-)
+from backpack.core.engine import call_products, extracted, sources
+from backpack.core.engine.blocks import WHOLE_BLOCK_ENTRIES, axis_factors, block, marginals
 from backpack.core.engine.factored import FactoredGrad
-from backpack.core.engine.factors import Factor
+from backpack.core.engine.uses import Use, arrived, factor_of_means, num_positions, rows_that_count
 from backpack.core.lazy import lazy
-from backpack.core.record.context import Context, context_of
 from backpack.core.record.layout import Owners
 from backpack.core.record.module_state import describe
 from backpack.core.record.shards import KNOWN, home, shard_of
-from backpack.core.record.visits import Visit
-from backpack.core.rows import Rows
 from backpack.core.types import Extension, Save
 from backpack.utils.kroneckers import eigh_semidefinite
 
@@ -48,163 +34,16 @@ OWN_REDUCTIONS = fast.path(
 NORMS_OF_USES = fast.path(
     "norms of several uses", "Norms of a sum follow from norms and inner products of its terms."
 )
+_ORDER = attrgetter("kronecker_input_first", "kronecker_swaps_axes")
 
 
-@dataclass
-class Use:
-    """One use of a parameter in a reached call, and the columns at the call's outputs.
-
-    Attributes:
-        call: The call.
-        name: The parameter's name there.
-        factor: Columns at the first output that has any.
-        rows: Rows of the call that the columns hold.
-        mats: Columns at each output, None for zero. Default: that of the only output.
-        c: What the rule sees of the call.
-    """
-
-    call: Visit
-    name: str
-    factor: Factor
-    rows: Rows
-    mats: Sequence[Tensor | None] = ()
-
-    def of(self, name: str) -> Use:
-        """Return the use of another parameter of the call, with the same columns."""
-        use = Use(self.call, name, self.factor, self.rows, self.mats)
-        use.c = self.c
-        return use
-
-    @property
-    def derivatives(self) -> BaseDerivatives:
-        """Derivatives of the module."""
-        return self.call.derivatives
-
-    @lazy
-    def c(self) -> Context:
-        """What the rule sees of the call."""
-        return context_of(self.call, self.rows)
-
-    @lazy
-    def there(self) -> Tensor | None:
-        """Which rows there are, ``[N, R/N]``; None for all, as where samples have equally many."""
-        place = self.call.place_out(0)
-        owners = None if place is None else place.owners
-        if owners is None or owners.is_even or not owners.numbers:
-            return None
-        found = torch.zeros(owners.rows, dtype=torch.bool)
-        found[owners.places] = True
-        found = self.c.select(found).reshape(-1, owners.rows // owners.samples)
-        return found.to(self.factor.mat.device) if found.any() else None
-
-    def there_in(self, num_n: int) -> Tensor | None:
-        """Return :attr:`there`, but of a network whose rows are N samples."""
-        return None if self.there is None or len(self.there) != num_n else self.there
-
-    @lazy
-    def of_rows_there(self) -> Context:
-        """What the rule sees of the rows that there are: none that was added to some samples."""
-        if self.there is None:
-            return self.c
-        numbers = self.c.numbers(len(self.c.output))
-        return self.c.at([numbers[i] for i in self.there.flatten().nonzero()[:, 0].tolist()])
-
-    @property
-    def has_kronecker_factors(self) -> bool:
-        """Whether the derivatives know Kronecker factors, not just the block."""
-        if self.call.is_of_copies:
-            return False
-        return self.derivatives.has_kronecker_factors(self.c, self.name)
-
-    @property
-    def of_all(self) -> dict[Parameter, list[Use]]:
-        """The uses of all trained parameters of the call, with the same columns."""
-        uses: dict[Parameter, list[Use]] = {}
-        for name, p in self.call.trained.items():
-            uses.setdefault(p, []).append(self.of(name))  # a module may have it under two names
-        return uses
-
-    def apply(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the derivatives for this use."""
-        call, mats = self.call, self.mats or [self.factor.mat]
-        if call.moves_no_columns and not call.views:  # as a rule: see call_products.param
-            at_outputs = mats[0] if len(mats) == 1 else [*mats]
-            return getattr(call.derivatives, method)(self.c, self.name, at_outputs, *arguments)
-        return call_products.param(self.c, method, self.name, mats, *arguments)
-
-    def input_factors(
-        self, num_n: int, approximation: str | None, joint: bool = False, max_size: float = inf
-    ) -> list[Tensor]:
-        """Kronecker factors of the call's input (``joint``: and its bias), averages over N samples.
-
-        Each has one or several rows of the call. Of factors that are larger than ``max_size``,
-        there is the diagonal ``[I]`` alone.
-        """
-        call, rule = self.call, self.call.derivatives
-        if call.is_unbatched and call.is_of_copies:  # the block stands for them
-            return []
-        there = None if call.samples_come_first else self.there_in(num_n)
-        c = self.c if there is None else self.of_rows_there
-        if joint:
-            factors = [rule.kron_joint_input(c, approximation, max_size)]
-        else:
-            factors = rule.kron_inputs_up_to(c, self.name, approximation, max_size)
-        count = self.factor.mat.shape[1] if there is None else int(there.sum())
-        if approximation is None and count != num_n:
-            return [f * (count / max(num_n, 1)) for f in factors]
-        return factors
-
-    def sums_of_inputs(self, num_n: int, joint: bool) -> tuple[Tensor, Tensor] | None:
-        """Sum over its positions what a parameter is multiplied with in each of N samples.
-
-        Returns:
-            ``[N, G, I]`` for G groups that share the factor ``[I, I]``, and the number of positions
-            of each sample, ``[N, 1, 1]``; None for a bias.
-        """
-        there = self.there_in(num_n)
-        c, count = (self.c, num_n) if there is None else (self.of_rows_there, int(there.sum()))
-        means = self.derivatives.kron_means(c, self.name, count)
-        if means is None:
-            return None
-        sums = (with_one(means) if joint else means) * (self.num_positions() / count)
-        numbers = sums.new_full((count, 1, 1), self.num_positions() / count)
-        if there is None:
-            return sums, numbers
-        samples, zeros = there.nonzero()[:, 0], sums.new_zeros(num_n, 1, 1)
-        of_all = zeros.expand(num_n, *sums.shape[1:]).index_add(0, samples, sums)
-        return of_all, zeros.index_add(0, samples, numbers)
-
-    def num_positions(self) -> int:
-        """Return at how many positions of all samples the parameter is used."""
-        call, num_rows = self.call, self.factor.mat.shape[1]
-        num_rows = num_rows if self.there is None else int(self.there.sum())
-        if not self.has_kronecker_factors:
-            return num_rows
-        inputs = self.derivatives.affine_inputs(self.of_rows_there, self.name)
-        if inputs:  # of one part, since there are Kronecker factors
-            return num_rows if inputs[0] is None else inputs[0].shape[:-1].numel()
-        shapes = [call_products.shape_out(call, i, num_rows) for i in range(len(call.outputs))]
-        zeros = [self.factor.mat.new_zeros(()).expand(1, *shape) for shape in shapes]
-        return call_products.param(self.c, "kron_rows", self.name, zeros, "expand").shape[1]
-
-
-# A parameter whose rule knows no Kronecker factors has its whole block up to this many entries.
-# Beyond, it has one factor for each of its axes.
-WHOLE_BLOCK_ENTRIES = 2**11
-
-
-def axis_factors(marginals: Sequence[Tensor]) -> list[Tensor]:
-    """Turn marginals into Kronecker factors of equal weight.
-
-    ``M_k = sum over v, n of G_(k) G_(k)ᵀ`` (the unfolding of individual products G along axis k) is
-    the partial trace of the block. If the block is a Kronecker product, it is
-    ``M_1 ⊗ … ⊗ M_m / tr^(m-1)``, with ``tr`` the trace of the block; in any case, that has its
-    trace. Both are ``[d_k, d_k]`` (or its diagonal) for each axis that is longer than 1.
-    """
-    count, first = len(marginals), marginals[0]
-    trace = first.sum() if first.dim() == 1 else first.trace()
-    scale = torch.where(trace > 0, trace.clamp(min=torch.finfo(trace.dtype).tiny), 1)
-    return [m / scale ** ((count - 1) / count) for m in marginals]
+def _apply(use: Use, method: str, *arguments: Any) -> Any:
+    """Call a method of the rule for a use of a parameter."""
+    call, mats = use.call, use.mats
+    if call.moves_no_columns and not call.views:  # as a rule: see call_products.param
+        at_outputs = mats[0] if len(mats) == 1 else [*mats]
+        return getattr(call.derivatives, method)(use.c, use.name, at_outputs, *arguments)
+    return call_products.param(use.c, method, use.name, mats, *arguments)
 
 
 class Products:
@@ -233,7 +72,7 @@ class Products:
         uses: list[Use],
         wanted: Collection[str] = (),
         terms: int | None = None,
-        bases: Bases | None = None,
+        bases: extracted.Bases | None = None,
         max_factor_size: float = inf,
         counted: tuple[Tensor, Owners | None] | None = None,
     ):
@@ -271,13 +110,9 @@ class Products:
     def _find_sources(self) -> None:
         """Find what individual products are made of, unless that is more than they are."""
         count, columns = self.num_samples, len(self.uses[0].factor.mat)
-        found = [
-            self._source(use)
-            for use in self.uses
-            # where samples merge, each has columns of its own
-            if use.factor.groups == count or use.factor.adds_up
-        ]
-        known = [one for one in found if one is not None]
+        # where samples merge, each has columns of its own
+        fitting = [u for u in self.uses if u.factor.groups == count or u.factor.adds_up]
+        known = self._known_sources(fitting)
         entries = sum(map(sources.entries_of, known))
         are_all = self.terms is None and len(known) == len(self.uses)
         if not are_all or entries >= columns * count * self.parameter.numel():
@@ -285,10 +120,10 @@ class Products:
         elif "individual" not in self.wanted:
             self._sources = known
 
-    def _source(self, use: Use) -> sources.Source | None:
-        """Return what individual gradients of a use are made of; None if they are made at once."""
-        mats = use.mats or [use.factor.mat]
-        return sources.source(use.c, use.name, mats, self.num_samples)
+    def _known_sources(self, uses: Sequence[Use]) -> list[sources.Source]:
+        """Return what individual gradients of uses are made of, but for those made at once."""
+        found = [sources.source(u.c, u.name, u.mats, self.num_samples) for u in uses]
+        return [one for one in found if one is not None]
 
     def __getitem__(self, name: str) -> Any:
         """Compute a quantity (or take it from memory)."""
@@ -304,12 +139,14 @@ class Products:
         if is_alone and name in reductions.NAMES and OWN_REDUCTIONS.is_on:
             wanted = {name} | reductions.NAMES.intersection(self.wanted) - values.keys()
             (use,) = self.uses
-            values |= use.apply("reduced", wanted, use.factor.weights)
+            values |= _apply(use, "reduced", wanted, use.factor.weights)
         if name not in values:
-            if name in IN_BASES:
+            if name in extracted.IN_BASES:
                 values[name] = self._square_in_bases(name)
-            elif name in OF_INPUTS:
-                values[name] = self._of_inputs(*OF_INPUTS[name])
+            elif name in extracted.OF_INPUTS:
+                values[name] = self._of_inputs(*extracted.OF_INPUTS[name])
+            elif name in extracted.GRAMS.values():
+                values[name] = self._gram(name)
             else:
                 values[name] = getattr(self, f"_{name}")()
         return values[name]
@@ -349,7 +186,7 @@ class Products:
     def settle(self, names: Collection[str]) -> dict[str, Any]:
         """Return quantities, and forget where they come from."""
         values = {name: self[name] for name in names}
-        if not set(JOINT_FACTORS.values()).isdisjoint(names):
+        if not set(extracted.JOINT_FACTORS.values()).isdisjoint(names):
             _ = self.partner, self._is_joined_bias  # before the uses are gone
         self._values.clear()
         self.uses = []
@@ -362,31 +199,27 @@ class Products:
 
     def count_of(self, name: str) -> int:
         """Return how many samples (or positions of them) a quantity is the average of."""
-        approximation, _ = OF_INPUTS.get(name, (None, False))
-        return self.weight_of_inputs(approximation)
-
-    def weight_of_inputs(self, approximation: str | None) -> int:
-        """Return of how many samples (positions) the factor of the inputs is the average."""
+        approximation, _ = extracted.OF_INPUTS.get(name, (None, False))
         if approximation != "expand" or self._without_factors is not None:
             return self.num_samples
         if self._has_positions_apart:
             rows = self._rows_that_count()
             return sum(map(len, rows)) if rows else self.num_samples
-        return sum(use.num_positions() for use in self.uses)
+        return sum(map(num_positions, self.uses))
 
     def _align(self, values: list[tuple[Tensor, Use]]) -> Tensor:
         """Sum the uses' ``[V, groups, *]`` over the uses, after merging groups to the fewest."""
-        fewest = min(use.factor.groups for _, use in values)
-        return reduce(add, [merge_groups(v, 1, fewest, use.factor.adds_up) for v, use in values])
+        fewest, merged = min(use.factor.groups for _, use in values), extracted.merge_groups
+        return reduce(add, [merged(v, 1, fewest, use.factor.adds_up) for v, use in values])
 
     def _individual(self) -> Tensor:
         values = []
         for use in self.uses:
             rows, groups = use.factor.mat.shape[1], use.factor.groups
             if groups == 1 and rows > 1:
-                value = use.apply("param_vjp_sum").unsqueeze(1)
+                value = _apply(use, "param_vjp_sum").unsqueeze(1)
             else:
-                value = use.apply("param_vjp")
+                value = _apply(use, "param_vjp")
                 if groups != rows:
                     value = value.unflatten(1, (groups, -1)).sum(2)
             values.append((value, use))
@@ -412,7 +245,7 @@ class Products:
     def _gradient(self) -> Tensor:
         if "individual" in self._values or "individual" in self.wanted:
             return self["individual"].sum((0, 1))
-        sums = [use.apply("param_vjp_sum").sum(0) for use in self.uses]
+        sums = [_apply(use, "param_vjp_sum").sum(0) for use in self.uses]
         return reduce(add, sums)
 
     def _batch_square(self) -> Tensor:
@@ -445,9 +278,9 @@ class Products:
             or any(len(u.factor.mat) > 1 or u.factor.weights is not None for u in self.uses)
         ):
             return None
-        found = [self._source(use) for use in self.uses]
-        known = [one for one in found if one is not None]
-        if len(known) < len(found) or not any(isinstance(s, sources.Cotangents) for s in known):
+        known = self._known_sources(self.uses)
+        are_all = len(known) == len(self.uses)
+        if not (are_all and any(isinstance(one, sources.Cotangents) for one in known)):
             return None
         return sources.square_norms_of_sum(known)
 
@@ -463,8 +296,9 @@ class Products:
         """
         if joint and self._is_joined_bias:
             return []
-        names = JOINT_FACTORS if joint else INPUT_FACTORS
-        return self._factors(first or GRAMS[approximation], names[approximation], self.take)
+        first = first or extracted.GRAMS[approximation]
+        names = extracted.JOINT_FACTORS if joint else extracted.INPUT_FACTORS
+        return self._factors(first, names[approximation], self.take)
 
     @lazy
     def _is_joined_bias(self) -> bool:
@@ -472,11 +306,11 @@ class Products:
         return self.is_joined and self.uses[0].name == "bias"
 
     def _factors(self, first: str, of_inputs: str, get: Callable[[str], Any]) -> list[Tensor]:
-        gram = get(first)
-        if isinstance(gram, list):
-            return axis_factors(gram)
+        scaled = get(first)
+        if isinstance(scaled, list):
+            return axis_factors(scaled)
         inputs = get(of_inputs)
-        return [*inputs, gram] if self.input_first else [gram, *inputs]
+        return [*inputs, scaled] if self.input_first else [scaled, *inputs]
 
     def eigenbases(self, name: str) -> Sequence[Tensor]:
         """Return the eigenvectors of the Kronecker factors that squares are along.
@@ -485,8 +319,9 @@ class Products:
         """
         if name not in self.bases:
             with torch.no_grad():
-                is_left_out = name in JOINT_EIGEN_SQUARES.values() and self._is_joined_bias
-                factors = [] if is_left_out else self._factors(*IN_BASES[name], self.__getitem__)
+                joins = name in extracted.JOINT_EIGEN_SQUARES.values() and self._is_joined_bias
+                names = extracted.IN_BASES[name]
+                factors = [] if joins else self._factors(*names, self.__getitem__)
                 self.bases[name] = [eigh_semidefinite(f)[1] for f in factors]
         return self.bases[name]
 
@@ -501,14 +336,14 @@ class Products:
         joining = [
             u
             for u in self.uses
-            if u.name in pair and pair <= u.call.trained.keys() and u.derivatives.joins_bias
+            if u.name in pair and pair <= u.call.trained.keys() and u.call.derivatives.joins_bias
             if not u.call.is_of_copies
         ]
         if joining and len(self.uses) == 1:
             return True
         use = joining[0] if joining else self.uses[0]
         biases = [name for name in use.call.trained if "bias" in name]
-        if joining or (biases and use.name not in biases and self[INPUT_FACTORS[None]]):
+        if joining or (biases and use.name not in biases and self[extracted.INPUT_FACTORS[None]]):
             others = ["weight"] if use.name == "bias" else biases
             places = ", ".join(f"'{u.name}' of {describe(u.call.module)}" for u in self.uses)
             raise NotImplementedError(
@@ -531,42 +366,36 @@ class Products:
     def swaps_axes(self) -> bool:
         """Whether the Kronecker factors are those of ``p.transpose(0, 1)``."""
         use, p = self.uses[0], self.parameter
-        swaps = use.derivatives.kronecker_swaps_axes and p.dim() > 1
+        swaps = use.call.derivatives.kronecker_swaps_axes and p.dim() > 1
         return swaps and self._without_factors is None and use.has_kronecker_factors
 
     def _square_in_bases(self, name: str) -> Tensor:
         """Sum the squares along eigenvectors; none for a bias that is joined with its weight."""
-        joint = name in JOINT_EIGEN_SQUARES.values() and self.is_joined
+        joint = name in extracted.JOINT_EIGEN_SQUARES.values() and self.is_joined
         if joint and self._is_joined_bias:
             return self.parameter.new_zeros(0)
         bases, use = self.eigenbases(name), self.uses[0]
         if self._is_direct:
-            return use.apply("square_in_bases", bases, use.factor.weights, joint)
+            return _apply(use, "square_in_bases", bases, use.factor.weights, joint)
         products = self["individual"]
         if joint:
             bias = Products(use.call.trained["bias"], [use.of("bias")], terms=self.terms)
-            products = use.derivatives.joined(products, bias["individual"])
+            products = use.call.derivatives.joined(products, bias["individual"])
         turned = reductions.in_bases(products, bases, self.swaps_axes)
         return reductions.of_products(turned, {"square"}, use.factor.weights)["square"]
 
     def _identity(self) -> Any:
         """Return the identity of the size of a Gram matrix."""
         p = self.parameter
-        if self._without_factors == "_marginals":  # those of the identity
+        if self._without_factors is marginals:  # those of the identity
             return [self._eye(d) * (p.numel() / d) for d in p.shape if d > 1]
-        inputs = self[INPUT_FACTORS[None]]
+        inputs = self[extracted.INPUT_FACTORS[None]]
         return self._eye(p.numel() // prod(map(len, inputs)))
 
     def _eye(self, size: int) -> Tensor:
         """Return the identity ``[D, D]``, or its diagonal ``[D]``."""
         ones = torch.ones(size, dtype=self.parameter.dtype, device=self.parameter.device)
         return ones if size > self.max_factor_size else ones.diag()
-
-    def _gram_of_rows(self, rows: Tensor, count: float) -> Tensor:
-        """Sum outer products of rows, divided by a count: ``[R, D] -> [D, D]``, or ``[D]``."""
-        if rows.shape[1] <= self.max_factor_size:
-            return reductions.gram(rows, count)
-        return mean_square(rows, [0], count)
 
     @property
     def _is_small(self) -> bool:
@@ -575,8 +404,8 @@ class Products:
         return p.numel() <= WHOLE_BLOCK_ENTRIES or sum([size > 1 for size in p.shape]) < 2
 
     @property
-    def _without_factors(self) -> str | None:
-        """Name what stands for the Kronecker factors if the rules of all uses know none in common.
+    def _without_factors(self) -> Callable[..., Any] | None:
+        """What stands for the Kronecker factors if the rules of all uses know none in common.
 
         The block itself or, if that is too large, its marginals.
         """
@@ -585,60 +414,25 @@ class Products:
         return self._instead_of_factors
 
     @lazy
-    def _instead_of_factors(self) -> str | None:
-        facts = {
-            (
-                u.has_kronecker_factors,
-                u.derivatives.kronecker_input_first,
-                u.derivatives.kronecker_swaps_axes,
-            )
-            for u in self.uses
-        }
+    def _instead_of_factors(self) -> Callable[..., Any] | None:
+        facts = {(u.has_kronecker_factors, *_ORDER(u.call.derivatives)) for u in self.uses}
         (is_known, *_), *others = facts
         if self._is_small:
-            return "_block" if others else None
-        return None if is_known and not others else "_marginals"
+            return block if others else None
+        return None if is_known and not others else marginals
 
-    def _block(self) -> Tensor:
-        """Sum the outer products of the individual products: the block itself."""
-        vectors = self["individual"].flatten(0, 1).reshape(-1, self.parameter.numel())
-        return self._gram_of_rows(vectors, 1)
+    def _gram_of_rows(self, name: str) -> Tensor:
+        """Sum the outer products of the Kronecker rows; positions and uses are summed before.
 
-    def _marginals(self) -> list[Tensor]:
-        """Sum the outer products of the individual products' unfoldings along each axis."""
-        stacked = self["individual"].flatten(0, 1)
-        axes = [i for i, size in enumerate(stacked.shape) if i > 0 and size > 1]
-        return [self._marginal(stacked, axis) for axis in axes]
-
-    def _marginal(self, stacked: Tensor, axis: int) -> Tensor:
-        """Return ``[D, D]``, or ``[D]``, for one axis of individual products ``[V·N, *p]``."""
-        size = stacked.shape[axis]
-        if size > self.max_factor_size:
-            others = [i for i in range(stacked.dim() - 1) if i != axis - 1]
-            return reduce(add, [mean_square(each, others, 1) for each in stacked])
-        if axis == stacked.dim() - 1:
-            rows = stacked.reshape(-1, size)
-            return rows.mT @ rows
-        unfolded = stacked.movedim(axis, 0).flatten(1)
-        return unfolded @ unfolded.mT
-
-    def _gram_expand(self) -> Any:
-        return self._shared("gram_expand", self._sum_of_grams)
-
-    def _sum_of_grams(self) -> Tensor:
-        """Sum the outer products of the Kronecker rows, every position and use on its own."""
-        each = [use.apply("kron_rows", "expand") for use in self.uses]
-        grams = [self._gram_of_rows(rows.flatten(0, 2), rows.shape[2]) for rows in each]
-        return reduce(add, grams)
-
-    def _gram(self) -> Any:
-        return self._shared("gram", self._gram_of_sums)
-
-    def _gram_of_sums(self) -> Tensor:
-        """Sum the outer products of the Kronecker rows; positions and uses are summed before."""
+        For "expand", every position and use is a row on its own.
+        """
+        if name == extracted.GRAMS["expand"]:
+            each = [_apply(use, "kron_rows", "expand") for use in self.uses]
+            grams = [gram(x.flatten(0, 2), x.shape[2], self.max_factor_size) for x in each]
+            return reduce(add, grams)
         values = []
         for use in self.uses:
-            value = use.apply("kron_rows")
+            value = _apply(use, "kron_rows")
             groups = use.factor.groups
             # A network that mixes samples has the factors of a Kronecker product treat the rows of
             # a column as samples; a full block sums them first, and is exact.
@@ -647,23 +441,23 @@ class Products:
                 value = value.unflatten(1, (groups, -1)).sum(2)
             values.append((value, use))
         rows = values[0][0] if len(values) == 1 else self._align(values)  # [V, N, G, O]
-        return self._gram_of_rows(rows.flatten(0, 2), rows.shape[2])
+        return gram(rows.flatten(0, 2), rows.shape[2], self.max_factor_size)
 
-    def _shared(self, name: str, compute: Callable[[], Tensor]) -> Any:
+    def _gram(self, name: str) -> Any:
         """Compute a Gram matrix, unless all parameters of a call have it in common and it is there.
 
         Without Kronecker factors, return what stands for them.
         """
         if self._without_factors is not None:
-            return getattr(self, self._without_factors)()
+            return self._without_factors(self["individual"], self.max_factor_size)
         use, *others = self.uses
         rule: Any = use.call.derivatives
         in_common = rule.kronecker_rows_are_shared and self.terms is None
         shared = use.c.memo
         if others or not in_common or shared is None or use.call.is_unbatched:
-            return compute()
+            return self._gram_of_rows(name)
         if name not in shared:
-            shared[name] = compute()
+            shared[name] = self._gram_of_rows(name)
         elif len(use.call.trained) == 2:  # nobody else will ask
             return shared.pop(name)
         value = shared[name]
@@ -674,105 +468,64 @@ class Products:
     @lazy
     def _has_positions_apart(self) -> bool:
         """Whether positions may be left out of the factor of the inputs."""
-        apart = all(u.derivatives.has_positions_apart for u in self.uses)
-        known = all(u.has_kronecker_factors for u in self.uses)
-        return apart and known and self.terms is None and self._without_factors is None
+        are = [
+            u.call.derivatives.has_positions_apart and u.has_kronecker_factors for u in self.uses
+        ]
+        return all(are) and self.terms is None and self._without_factors is None
 
     def _rows_that_count(self) -> list[Tensor]:
-        """Return what a parameter is multiplied with, ``[R, I]`` of each use; none for a bias.
-
-        Rows are left out whose target the loss ignores, unless something arrives from others.
-        """
-        rows = []
-        for use in self.uses:
-            rule: Any = use.call.derivatives
-            c = use.of_rows_there if self.counted is None else use.c
-            (x,) = rule.affine_inputs(c, use.name)
-            if x is not None:
-                rows.append(x.reshape(-1, x.shape[-1]))
-        if rows and self.counted is not None:
-            counts = [len(x) // len(self[ARRIVED]) for x in rows]
-            if sum(counts) != self[ARRIVED].shape[1]:  # losses that reach some of the uses each
-                raise NotImplementedError(
-                    f"approximation='expand': '{self.uses[0].name}' of "
-                    f"{describe(self.uses[0].call.module)} is used {len(self.uses)} times, for "
-                    "several losses that ignore targets. Use one loss for all of them, or "
-                    "approximation=None."
-                )
-            masks = self[ARRIVED].split(counts, 1)
-            triples = zip(self.uses, rows, masks, strict=True)
-            rows = [x[self._counts(use, mask > 0)] for use, x, mask in triples]
-        return rows
-
-    def _counts(self, use: Use, arrived: Tensor) -> Tensor:
-        """Tell which positions of a use count, ``[N, T] -> [N·T]``; refuse to guess."""
-        assert self.counted is not None
-        at, owners = self.counted
-        at = at.reshape(len(arrived), -1).to(arrived.device)
-        place = use.call.place_out(0)
-        number = at.sum(1)
-        if at.shape == arrived.shape and (owners is None or (place and place.owners == owners)):
-            # Something else may arrive at what others look at; else, they are in another order.
-            more, less = (arrived & ~at).sum(1), (at & ~arrived).sum(1)
-            is_known, found = (more == 0) | (less == 0) | (more > less), arrived | at
-        elif owners is not None:  # how many is known, not which
-            is_known, found = (number == 0) | (number == arrived.sum(1)), arrived
-        else:
-            is_known, found = (number == 0) | at.all(1), arrived | at.any(1, keepdim=True)
-        if not (is_known | arrived.all(1)).all():
-            raise ValueError(
-                f"approximation='expand': '{self.uses[0].name}' of "
-                f"{describe(self.uses[0].call.module)} is used at {arrived.shape[1]} positions "
-                f"of a sample, and the loss has {at.shape[1]} targets of it. It ignores "
-                "some of them, and nothing arrives at some of the positions: whether they are "
-                "those that it ignores is not known. Use approximation=None or 'reduce'."
-            )
-        found = found.flatten()
-        if use.there is None:
-            return found
-        return found & use.there.flatten().repeat_interleave(len(found) // use.there.numel())
+        return rows_that_count(self.uses, self.counted, lambda: self[extracted.ARRIVED])
 
     def _arrived(self) -> Tensor:
-        """Tell where something arrives, position by position of each sample and use."""
         if not self._has_positions_apart:
             return self.parameter.new_ones(self.num_samples, 1)
-        each = []
-        for use in self.uses:
-            rows = use.apply("kron_rows", "expand")  # [V, N·T, 1, O]
-            arrived = (rows != 0).flatten(2).any(2).sum(0).to(rows.dtype)
-            each.append(arrived.unflatten(0, (self.num_samples, -1)))
-        return torch.cat(each, 1)
+        return arrived(self.uses, self.num_samples)
+
+    def _factors_of_input(
+        self, use: Use, num_n: int, approximation: str | None, joint: bool
+    ) -> list[Tensor]:
+        """Return the Kronecker factors of one use, of one or several rows of the call.
+
+        They are averages over N samples; if ``joint``, those of the weight and its bias.
+        """
+        call, rule, size = use.call, use.call.derivatives, self.max_factor_size
+        if call.is_unbatched and call.is_of_copies:  # the block stands for them
+            return []
+        there = None if call.samples_come_first else use.there_in(num_n)
+        c = use.c if there is None else use.of_rows_there
+        if joint:
+            factors = [rule.kron_joint_input(c, approximation, size)]
+        else:
+            factors = rule.kron_inputs_up_to(c, use.name, approximation, size)
+        count = use.factor.mat.shape[1] if there is None else int(there.sum())
+        if approximation is None and count != num_n:
+            return [f * (count / max(num_n, 1)) for f in factors]
+        return factors
 
     def _of_inputs(self, approximation: str | None, joint: bool) -> list[Tensor]:
         """Sum the Kronecker factors of the inputs over the uses (expand: average over positions).
 
         Of a network that mixes samples, the rows of a column are the samples.
         """
-        joint = joint and self.is_joined
+        joint, size = joint and self.is_joined, self.max_factor_size
         if approximation == "expand" and self._has_positions_apart:
             rows = self._rows_that_count()
             rows = list(map(with_one, rows)) if joint else rows
             count = max(1, sum(map(len, rows)))
-            return [reduce(add, [self._gram_of_rows(x, count) for x in rows])] if rows else []
+            return [reduce(add, [gram(x, count, size) for x in rows])] if rows else []
         if self._without_factors is not None:
             return []
         first, *others = self.uses
         num_n = self.num_samples if self.terms is None else first.factor.mat.shape[1]
-        size = self.max_factor_size
         if approximation == "reduce" and first.has_kronecker_factors:
             is_several = bool(others) or first.factor.mat.shape[1] > num_n
             if is_several or first.there_in(num_n) is not None:
-                found = [use.sums_of_inputs(num_n, joint) for use in self.uses]
-                known = [of_use for of_use in found if of_use is not None]
-                if not known:
-                    return []
-                sums, numbers = (reduce(add, parts) for parts in zip(*known, strict=True))
-                return [input_factor((sums / numbers.clamp(min=1)).flatten(0, 1), None, size)]
-        each = [use.input_factors(num_n, approximation, joint, size) for use in self.uses]
+                return factor_of_means(self.uses, num_n, joint, size)
+        each = [self._factors_of_input(use, num_n, approximation, joint) for use in self.uses]
         if not others:
             return each[0]
         if approximation == "expand":
-            counts = [use.num_positions() for use in self.uses]
+            counts = list(map(num_positions, self.uses))
             parts = [count / sum(counts) for count in counts]
             each = [[f * part for f in one] for one, part in zip(each, parts, strict=True)]
         return [reduce(add, factors) for factors in zip(*each, strict=True)]
@@ -784,7 +537,7 @@ def extract(
     wanted: Collection[str],
     save: Save,
     terms: int | None = None,
-    bases: Mapping[Parameter, Bases] | None = None,
+    bases: Mapping[Parameter, extracted.Bases] | None = None,
     *of_factors: Any,
     gradients: dict[Parameter, Tensor] | None = None,
     owed: Collection[Parameter] = (),

@@ -31,13 +31,14 @@ from backpack.core.engine.extracted import (
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.modified_losses import loss_scale, root_of_scale
 from backpack.core.engine.plan import Plan, Producer
-from backpack.core.engine.products import Products, Use
+from backpack.core.engine.products import Products
 from backpack.core.engine.user_rules import (
     call_gradients,
     check_passed_on,
     check_used_once,
     run_rule,
 )
+from backpack.core.engine.uses import Use
 from backpack.core.record.context import context_of
 from backpack.core.record.visits import Visit
 from backpack.core.rows import Rows, row_numbers
@@ -117,10 +118,10 @@ def scaled(columns: Columns, scale: Tensor | None) -> Columns:
 def uses_without_columns(plan: Plan, p: Parameter, subsampling: Subsampling) -> list[Use]:
     """Return the uses of a parameter, for quantities that do not come from columns."""
     return [
-        Use(call, name, Factor(p.new_empty(1).expand(1, count), count), rows)
+        Use(call, name, Factor(shape_only, shape_only.shape[1]), rows, [shape_only])
         for call, name in plan.uses[p]
         for rows in [plan.rows(call, subsampling)]
-        for count in [len(row_numbers(plan.num_rows(call), rows))]
+        for shape_only in [p.new_empty(1).expand(1, len(row_numbers(plan.num_rows(call), rows)))]
     ]
 
 
@@ -506,12 +507,7 @@ class UserRules(Propagation):
 
     @staticmethod
     def _at_producer(
-        plan: Plan,
-        call: Visit,
-        i: int,
-        producer: Producer,
-        value: Any,
-        subsampling: Subsampling,
+        plan: Plan, call: Visit, i: int, producer: Producer, value: Any, subsampling: Subsampling
     ) -> Any:
         """Give columns at input ``i`` of a call the shape of the output that is its input."""
         rows = plan.rows(call, subsampling)
