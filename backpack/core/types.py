@@ -62,10 +62,7 @@ class Extension(Protocol):
 
 
 class Rule(Protocol):
-    """What the record of a call asks derivatives: described in ``core.derivatives``.
-
-    In ``basederivatives``, and in ``sample_axes`` what is about samples.
-    """
+    """What the record of a call asks derivatives: see ``facts`` and ``sample_axes`` there."""
 
     needs_output: ClassVar[bool]
     reads_output: ClassVar[bool]

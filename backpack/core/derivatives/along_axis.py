@@ -14,7 +14,8 @@ from torch.nn import GLU, LogSoftmax, Softmax, Softmax2d, Softmin
 
 from backpack.core import fast
 from backpack.core.derivatives.automatic import FunctionDerivatives
-from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, always
+from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES
+from backpack.core.derivatives.facts import always
 from backpack.core.derivatives.vectors import map_vectors
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register

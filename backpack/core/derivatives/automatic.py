@@ -15,15 +15,10 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn import Module, Parameter
 
 from backpack.context import disable
-from backpack.core.derivatives.basederivatives import BaseDerivatives, never
-from backpack.core.derivatives.by_autograd import (
-    moved_products,
-    per_sample_products,
-    products,
-    second_of_samples,
-    transposed_products,
-)
+from backpack.core.derivatives import by_autograd
+from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.evaluation import Evaluation, drawn, generator_at, is_real
+from backpack.core.derivatives.facts import never
 from backpack.core.derivatives.following import Conditions, Following, treatment_by
 from backpack.core.derivatives.reductions import slice_size
 from backpack.core.derivatives.sample_axes import BatchAxis
@@ -126,7 +121,7 @@ class AutomaticDerivatives(BaseDerivatives):
         others = [i for i in needed if i not in apart]
         found: dict[Any, Tensor | None] = {}
         if others:
-            found |= transposed_products(evaluation, vs, others, c.rows)
+            found |= by_autograd.transposed_products(evaluation, vs, others, c.rows)
         if apart:
             found |= self._cotangents_of_samples(evaluation, vs, apart)
         if len(evaluation.inputs) == 1:
@@ -138,7 +133,7 @@ class AutomaticDerivatives(BaseDerivatives):
     ) -> dict[Any, Tensor | None]:
         """Apply the transposed Jacobian of inputs without samples, for each sample: by number."""
         rows, numbers = evaluation.c.rows, evaluation.c.numbers(evaluation.num_samples)
-        return per_sample_products(evaluation, vs, keys, rows, numbers)
+        return by_autograd.per_sample_products(evaluation, vs, keys, rows, numbers)
 
     @staticmethod
     def _has_samples(evaluation: Evaluation) -> bool:
@@ -152,7 +147,7 @@ class AutomaticDerivatives(BaseDerivatives):
             for i, one in tangents.items():
                 if one is not None and evaluation.axis(i) is None:
                     tangents[i] = one[:, 0]  # the same for all samples
-        results = products(evaluation, tangents, c.rows)
+        results = by_autograd.products(evaluation, tangents, c.rows)
         return results[0] if len(results) == 1 else tuple(results)
 
     def param_vjp(self, c: Context, name: str, v: Any) -> Tensor:
@@ -169,7 +164,7 @@ class AutomaticDerivatives(BaseDerivatives):
             entries = len(like) * sum(p.numel() for p in c.call.trained.values())
             if 1 < len(numbers) <= slice_size(entries, like.device):
                 names, c.memo["products"] = [*c.call.trained], known
-        found = per_sample_products(evaluation, vs, names, c.rows, numbers)
+        found = by_autograd.per_sample_products(evaluation, vs, names, c.rows, numbers)
         for each, product in found.items():
             shape = len(numbers), *evaluation.value(each).shape
             known[each] = _or_zeros(product, like, *shape)
@@ -178,12 +173,12 @@ class AutomaticDerivatives(BaseDerivatives):
     def param_vjp_sum(self, c: Context, name: str, v: Any) -> Tensor:
         """Apply the transposed Jacobian of a parameter, summed over the samples, by autograd."""
         evaluation, vs = self.evaluation(c), listed(v)
-        product = transposed_products(evaluation, vs, [name], c.rows)[name]
+        product = by_autograd.transposed_products(evaluation, vs, [name], c.rows)[name]
         return _or_zeros(product, first_of(vs), *evaluation.value(name).shape)
 
     def param_jvp(self, c: Context, name: str, t: Tensor) -> Any:
         """Apply the Jacobian of a parameter by autograd."""
-        results = products(self.evaluation(c), {name: t}, c.rows)
+        results = by_autograd.products(self.evaluation(c), {name: t}, c.rows)
         return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -249,7 +244,7 @@ class FunctionDerivatives(AutomaticDerivatives):
             ]
         tangents: dict[Any, Tensor] = dict(params)
         tangents |= {i: t for i, t in enumerate(inputs) if t is not None}
-        found = second_of_samples(evaluation, c.grad_out, tangents, None)
+        found = by_autograd.second_of_samples(evaluation, c.grad_out, tangents, None)
         return [found.get(i) for i in range(len(inputs))], {name: found[name] for name in params}
 
     def unsupported_reason(self, c: Context) -> str | None:
@@ -271,7 +266,8 @@ class FunctionDerivatives(AutomaticDerivatives):
         """Apply the transposed Jacobian of inputs without samples: entries move back."""
         c, found = evaluation.c, None
         if _moves_entries(c.module) and not torch.is_grad_enabled():
-            found = moved_products(evaluation, vs, keys, c.numbers(evaluation.num_samples))
+            numbers = c.numbers(evaluation.num_samples)
+            found = by_autograd.moved_products(evaluation, vs, keys, numbers)
         return super()._cotangents_of_samples(evaluation, vs, keys) if found is None else found
 
     def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:

@@ -15,7 +15,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Module
 
 from backpack.core.derivatives.automatic import attributes_kept, evaluated_again, with_gradients
-from backpack.core.derivatives.basederivatives import constant, never
 from backpack.core.derivatives.by_autograd import second_of_samples
 from backpack.core.derivatives.evaluation import (
     Evaluation,
@@ -24,6 +23,7 @@ from backpack.core.derivatives.evaluation import (
     is_same,
     with_other_samples,
 )
+from backpack.core.derivatives.facts import constant, never
 from backpack.core.derivatives.following import Known, once
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, not_convex
 from backpack.core.derivatives.sample_axes import BatchAxis

@@ -10,13 +10,8 @@ from torch.nn import Bilinear
 
 from backpack.core import fast
 from backpack.core.derivatives import affine
-from backpack.core.derivatives.basederivatives import (
-    FIRST_DERIVATIVES,
-    BaseDerivatives,
-    always,
-    constant,
-    never,
-)
+from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, BaseDerivatives
+from backpack.core.derivatives.facts import always, constant, never
 from backpack.core.derivatives.linear import positions
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register

@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 
 from backpack.core import fast
 from backpack.core.derivatives import affine
-from backpack.core.derivatives.basederivatives import always
 from backpack.core.derivatives.convnd import (
     ConvolutionDerivatives,
     Geometry,
@@ -22,6 +21,7 @@ from backpack.core.derivatives.convnd import (
     unfolded,
     weight_jac_t_save_memory,
 )
+from backpack.core.derivatives.facts import always
 from backpack.core.derivatives.linear_maps import map_rows
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register

@@ -14,7 +14,8 @@ from torch.nn.functional import pad
 
 from backpack.core import fast
 from backpack.core.derivatives import affine, reductions
-from backpack.core.derivatives.basederivatives import BaseDerivatives, always
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.facts import always
 from backpack.core.derivatives.linear_maps import apply_transposed, map_rows
 from backpack.core.derivatives.patches import Kernel, patch_gram, patches
 from backpack.core.record.calls import Call

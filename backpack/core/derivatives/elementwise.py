@@ -12,7 +12,8 @@ from torch.nn import Module
 from torch.nn.functional import softplus
 
 from backpack.core import fast
-from backpack.core.derivatives.basederivatives import BaseDerivatives, always, constant, never
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.facts import always, constant, never
 from backpack.core.derivatives.reductions import gram
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.functional import logsigmoid
 
-from backpack.core.derivatives.basederivatives import constant
+from backpack.core.derivatives.facts import constant
 from backpack.core.derivatives.lossbase import (
     BaseLossDerivatives,
     is_negative,

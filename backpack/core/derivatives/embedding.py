@@ -13,7 +13,8 @@ from torch.nn import Embedding, EmbeddingBag, Module
 from backpack.core import fast
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.affine import input_factor, position_rows
-from backpack.core.derivatives.basederivatives import BaseDerivatives, always, constant
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.facts import always, constant
 from backpack.core.derivatives.linear import positions
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call

@@ -13,8 +13,9 @@ from torch.nn import Parameter
 
 from backpack.core import fast
 from backpack.core.derivatives.automatic import FunctionDerivatives
-from backpack.core.derivatives.basederivatives import BaseDerivatives, always, never
+from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.by_autograd import transposed
+from backpack.core.derivatives.facts import always, never
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout, Place, by_certainty, unbatched

@@ -188,8 +188,7 @@ def _check_in(rule: Any, name: str, c: Context, values: Values, result: Any) -> 
 def _check_out(rule: Any, name: str, c: Context, values: Values, result: Any) -> None:
     """Refuse what has not the outputs' shapes."""
     parts = result if isinstance(result, (list, tuple)) else [result]
-    for i, (y, part) in enumerate(zip(c.outputs, parts, strict=False)):
-        shape = rule.shape_of_rows(y.shape, rule.axis_out(c, i), c.rows)
+    for shape, part in zip(rule.shapes_out(c), parts, strict=False):
         _check_same(rule, name, c.module, [len(first_of(values["mat"])), *shape], part)
     if len(parts) != len(c.outputs):
         raise ValueError(
@@ -255,6 +254,7 @@ class Interface:
     axis_in: Callable[..., int]
     axis_out: Callable[..., int]
     shape_of_rows: Callable[..., Size]
+    shapes_out: Callable[[Context], Sequence[Size]]
     has_sample_tangents: Callable[..., bool]
     param_names: Callable[..., Sequence[str]]
     own: Callable[..., Mapping[str, Any]]
@@ -461,9 +461,8 @@ class Interface:
         mats: list[Any] = listed(mat)
         mats += [None] * (len(c.outputs) - len(mats))
         had_v = True
-        for i, (one, y) in enumerate(zip(mats, c.outputs, strict=True)):
+        for i, (one, shape) in enumerate(zip(mats, self.shapes_out(c), strict=True)):
             if one is not None:
-                shape = self.shape_of_rows(y.shape, self.axis_out(c, i), c.rows)
                 mats[i], had_v = _with_v(c.module, one, shape)
         return mats if len(mats) > 1 else mats[0], had_v
 

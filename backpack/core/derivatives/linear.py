@@ -10,7 +10,8 @@ from torch import Size, Tensor
 from torch.nn import Linear, Module
 
 from backpack.core.derivatives import affine
-from backpack.core.derivatives.basederivatives import BaseDerivatives, always, constant
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.facts import always, constant
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, at_hand

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack.core import fast
-from backpack.core.derivatives.basederivatives import BaseDerivatives, always, constant, never
+from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.by_autograd import transposed
+from backpack.core.derivatives.facts import always, constant, never
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context

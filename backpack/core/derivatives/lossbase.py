@@ -25,7 +25,8 @@ from torch.nn import Module
 from torch.nn.modules.loss import _Loss
 
 from backpack.context import disable
-from backpack.core.derivatives.basederivatives import BaseDerivatives, never
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.facts import never
 from backpack.core.derivatives.interface import LossInterface
 from backpack.core.derivatives.loss_hessian import place_of_chosen
 from backpack.core.derivatives.terms import num_terms

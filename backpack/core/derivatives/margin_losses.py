@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import MultiMarginLoss
 from torch.nn.functional import one_hot
 
-from backpack.core.derivatives.basederivatives import never
+from backpack.core.derivatives.facts import never
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
 from backpack.core.record.context import Context
 from backpack.core.record.module_state import describe

@@ -23,12 +23,8 @@ from backpack.core.derivatives.attention import (
     causal,
     or_automatic,
 )
-from backpack.core.derivatives.basederivatives import (
-    FIRST_DERIVATIVES,
-    BaseDerivatives,
-    constant,
-    never,
-)
+from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, BaseDerivatives
+from backpack.core.derivatives.facts import constant, never
 from backpack.core.derivatives.memoise import memoise
 from backpack.core.derivatives.vectors import listed
 from backpack.core.record.calls import Call

@@ -14,13 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from backpack.core import fast
-from backpack.core.derivatives.basederivatives import (
-    FIRST_DERIVATIVES,
-    BaseDerivatives,
-    always,
-    constant,
-    never,
-)
+from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, BaseDerivatives
+from backpack.core.derivatives.facts import always, constant, never
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.derivatives.vectors import map_vectors
 from backpack.core.record.calls import Call

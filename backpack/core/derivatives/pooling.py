@@ -9,7 +9,8 @@ import torch
 from torch import Size, Tensor, nn
 
 from backpack.core import fast
-from backpack.core.derivatives.basederivatives import BaseDerivatives, always
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.facts import always
 from backpack.core.derivatives.linear_maps import ChannelwiseDerivatives, spatial_axes
 from backpack.core.features import hooks_of_saved_tensors
 from backpack.core.record.context import Context

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import PReLU
 
 from backpack.core import fast
-from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, always
+from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES
 from backpack.core.derivatives.elementwise import PiecewiseLinearDerivatives
+from backpack.core.derivatives.facts import always
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout

@@ -17,7 +17,8 @@ from torch.nn import GRU, LSTM, RNN, GRUCell, LSTMCell, Module, Parameter, RNNCe
 
 from backpack.core import fast
 from backpack.core.derivatives import affine
-from backpack.core.derivatives.basederivatives import BaseDerivatives, constant, never
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.facts import constant, never
 from backpack.core.derivatives.memoise import is_same, memoise
 from backpack.core.derivatives.recurrent_cells import (
     GRUStep,

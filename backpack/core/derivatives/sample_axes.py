@@ -16,6 +16,7 @@ from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.visits import Visit
+from backpack.core.rows import Rows, row_numbers
 
 USUAL_LAYOUT = fast.path(
     "usual layout", "Samples that are the first axis of all tensors are not looked for."
@@ -57,6 +58,18 @@ class SampleAxes(Interface):
             and cls._layout_out is SampleAxes._layout_out
             and cls.sees_samples_first is SampleAxes.sees_samples_first
         )
+
+    @staticmethod
+    def shape_of_rows(shape: Size, axis: int, rows: Rows) -> Size:
+        """Return the shape of a selection of rows along an axis."""
+        if rows is None or not shape:
+            return shape
+        return Size([*shape[:axis], len(row_numbers(shape[axis], rows)), *shape[axis + 1 :]])
+
+    def shapes_out(self, c: Context) -> list[Size]:
+        """Return the shapes of the outputs, of the rows at hand."""
+        outputs = enumerate(c.outputs)
+        return [self.shape_of_rows(y.shape, self.axis_out(c, i), c.rows) for i, y in outputs]
 
     def keeps_rows(self, call: Call) -> bool:
         """Return whether each row of an output is computed from the row at its place alone."""
