@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack import backpack, extend, extensions
-from backpack.core.derivatives import by_autograd
+from backpack.core.derivatives import vmapped
 from backpack.core.engine.slices import slice_bytes
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.function_module import FunctionModule, Slot
@@ -503,7 +503,7 @@ def test_attention_with_dropout_in_evaluation_mode() -> None:
 @pytest.mark.parametrize("case", select("unknown"), ids=str)
 def test_samples_are_treated_in_chunks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """One at a time or all at once: the same."""
-    monkeypatch.setattr(by_autograd, "CHUNK_ENTRIES", 1)
+    monkeypatch.setattr(vmapped, "CHUNK_ENTRIES", 1)
     agrees(case)
 
 
