@@ -226,10 +226,7 @@ def _overrides(
 
 
 def _places_to_ask_for(
-    order: Sequence[Any],
-    leaves: Mapping[Any, Tensor],
-    elided: Set[Tensor],
-    wanted: Set[int],
+    order: Sequence[Any], leaves: Mapping[Any, Tensor], elided: Set[Tensor], wanted: Set[int]
 ) -> list[Tensor | GradientEdge]:
     """List what autograd is asked for, so that all functions of the graph run.
 

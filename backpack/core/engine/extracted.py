@@ -124,8 +124,7 @@ REDUCTIONS |= dict.fromkeys(IN_BASES, Reduction())  # [d_1, d_2, …]  sum_vn (Q
 IDENTITY = "identity"
 # How values are put together for parts of a batch.
 OVER_PARTS = REDUCTIONS | dict.fromkeys(
-    [*OF_INPUTS, IDENTITY],
-    Reduction(degree=0, is_average=True, is_symmetric=True),
+    [*OF_INPUTS, IDENTITY], Reduction(degree=0, is_average=True, is_symmetric=True)
 )
 # What no slices add up to: a factored form of [V, N, *p], see FactoredGrad.
 UNSLICED = frozenset({"factored"})

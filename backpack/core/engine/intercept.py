@@ -156,11 +156,7 @@ class InterceptBackward(overrides.TorchFunctionMode):
             return self._elided(func, entry, call, candidates)
 
     def _elided(
-        self,
-        func: Any,
-        entry: Entry,
-        call: BoundArguments,
-        candidates: dict[Call, set[Parameter]],
+        self, func: Any, entry: Entry, call: BoundArguments, candidates: dict[Call, set[Parameter]]
     ) -> Any:
         roots, only = entry.roots, call.arguments.get("inputs")
         elided, asked, instead = elided_gradients.elide(roots, candidates, only)

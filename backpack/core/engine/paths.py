@@ -112,9 +112,7 @@ def touched(grad: Tensor | None, mark: Origin) -> Tensor | None:
 
 
 def vjp(
-    path: Path,
-    cotangents: Mapping[tuple[Any, int], Tensor],
-    run: Callable[..., Any] | None = None,
+    path: Path, cotangents: Mapping[tuple[Any, int], Tensor], run: Callable[..., Any] | None = None
 ) -> dict[tuple[Any, int], Tensor]:
     """Multiply cotangents below a path with the transposed Jacobian of its functions.
 

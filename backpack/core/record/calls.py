@@ -29,11 +29,7 @@ from backpack.core.record.layout import Layout
 from backpack.core.record.module_state import describe, placeholder
 from backpack.core.record.origins import WRAPPERS, flatten_outputs, origin, origin_at
 from backpack.core.record.placed_call import PlacedCall
-from backpack.core.record.registry import (
-    derivatives_of_call,
-    is_leaf,
-    own_parameters,
-)
+from backpack.core.record.registry import derivatives_of_call, is_leaf, own_parameters
 from backpack.core.record.weights import (
     COUNTER,
     TENSORS,

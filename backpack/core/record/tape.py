@@ -31,13 +31,7 @@ from backpack.core.record.data_notes import MIXED_DATA, mixed_by, note
 from backpack.core.record.layout import unbatched
 from backpack.core.record.lookup import geometry_of, part_of
 from backpack.core.record.origins import Origin, flatten_outputs, origin, origin_at, own_node
-from backpack.core.record.registry import (
-    derivatives_of,
-    fallback,
-    is_leaf,
-    kind_of,
-    own_parameters,
-)
+from backpack.core.record.registry import derivatives_of, fallback, is_leaf, kind_of, own_parameters
 from backpack.core.record.weights import IS_SOMETHING, TENSORS
 from backpack.custom_module.converted_module import ConvertedModule
 from backpack.custom_module.function_module import FunctionModule
