@@ -24,7 +24,7 @@ from backpack.core.record.registry import register
 class AlongAxisDerivatives(FunctionDerivatives):
     """A nonlinear function of one tensor that acts along one of its axes."""
 
-    is_curved = always  # without trying
+    is_curved = is_deterministic = always  # without trying
 
     def axis(self, c: Context) -> int:
         """Return the axis, counted from the last one."""

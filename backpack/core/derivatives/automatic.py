@@ -26,7 +26,7 @@ from backpack.core.derivatives.vectors import first_of, listed
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.data_flow import assumption_behind, is_all_data, is_of_inputs, tensors_in
-from backpack.core.record.generators import draws_nothing, evaluated_alike, evaluated_apart
+from backpack.core.record.generators import evaluated_alike, evaluated_apart
 from backpack.core.record.kinds import ENTRIES, MOVES, RESHAPES
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.module_state import cast, describe
@@ -34,7 +34,7 @@ from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import register
 from backpack.core.record.visits import Visit
 from backpack.core.types import Changes, OfInputs, OfParams
-from backpack.custom_module.function_module import FunctionModule, leaves_in
+from backpack.custom_module.function_module import FunctionModule
 from backpack.hessianfree.graph import nodes_above
 
 UNKNOWN: Final = object()
@@ -247,25 +247,20 @@ class FunctionDerivatives(AutomaticDerivatives):
         found = by_autograd.second_of_samples(evaluation, c.grad_out, tangents, None)
         return [found.get(i) for i in range(len(inputs))], {name: found[name] for name in params}
 
-    def unsupported_reason(self, c: Context) -> str | None:
-        """Say why the derivatives of the call at hand cannot be computed; None if they can.
+    def is_deterministic(self, module: Module) -> bool:
+        """Return whether it is known to read its inputs alone, and to give the same again."""
+        return False
 
-        Functions of torch that draw nothing read their arguments alone.
-        """
-        module = c.module
-        is_function = type(module) is FunctionModule and not leaves_in(
-            (module.args, module.kwargs), Tensor
-        )
-        if is_function and (_moves_entries(module) or draws_nothing(module.function)):
-            return None
-        return super().unsupported_reason(c)
+    def unsupported_reason(self, c: Context) -> str | None:
+        """Say why the derivatives of the call at hand cannot be computed; None if they can."""
+        return None if self.is_deterministic(c.module) else super().unsupported_reason(c)
 
     def _cotangents_of_samples(
         self, evaluation: Evaluation, vs: Sequence[Tensor | None], keys: Sequence[int]
     ) -> dict[Any, Tensor | None]:
         """Apply the transposed Jacobian of inputs without samples: entries move back."""
         c, found = evaluation.c, None
-        if _moves_entries(c.module) and not torch.is_grad_enabled():
+        if moves_entries(c.module) and not torch.is_grad_enabled():
             numbers = c.numbers(evaluation.num_samples)
             found = by_autograd.moved_products(evaluation, vs, keys, numbers)
         return super()._cotangents_of_samples(evaluation, vs, keys) if found is None else found
@@ -285,7 +280,7 @@ class FunctionDerivatives(AutomaticDerivatives):
         """
         if not call.saved["affine"]:
             return True
-        if self.hessian_is_zero(call.module) or _moves_entries(call.module):
+        if self.hessian_is_zero(call.module) or moves_entries(call.module):
             return False
         try:
             return self._bends(call, "hessian_is_zero", of_params=False)
@@ -549,7 +544,8 @@ def _advice(call: Call) -> str:
     )
 
 
-def _moves_entries(module: Module) -> bool:
+def moves_entries(module: Module) -> bool:
+    """Return whether a module stands for a function whose results are entries of its argument."""
     return isinstance(module, FunctionModule) and treatment_by(module) in (MOVES, RESHAPES)
 
 

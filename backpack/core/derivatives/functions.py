@@ -12,16 +12,17 @@ from torch import Size, Tensor
 from torch.nn import Parameter
 
 from backpack.core import fast
-from backpack.core.derivatives.automatic import FunctionDerivatives
+from backpack.core.derivatives.automatic import FunctionDerivatives, moves_entries
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.by_autograd import transposed
 from backpack.core.derivatives.facts import always, never
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
+from backpack.core.record.generators import draws_nothing
 from backpack.core.record.layout import Layout, Place, by_certainty, unbatched
 from backpack.core.record.registry import register
 from backpack.custom_module.branching import SumModule
-from backpack.custom_module.function_module import FunctionModule, Slot
+from backpack.custom_module.function_module import FunctionModule, Slot, leaves_in
 from backpack.custom_module.parameter_module import ParameterModule
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.products import MulModule
@@ -31,11 +32,7 @@ from backpack.custom_module.slicing import Slicing
 class ReindexingDerivatives(FunctionDerivatives):
     """Each entry of the output is one of the input: an affine function."""
 
-    hessian_is_zero = always
-
-    def unsupported_reason(self, c: Context) -> str | None:
-        """Return None: it reads its input alone, and gives the same again."""
-        return None
+    hessian_is_zero = is_deterministic = always
 
 
 @register(Permute)
@@ -149,7 +146,7 @@ class SumModuleDerivatives(BroadcastingDerivatives):
     Inputs of other shapes than the output's are expanded by the sum.
     """
 
-    hessian_is_zero = always
+    hessian_is_zero = is_deterministic = always
     jacobian_is_constant = always  # the same cotangents are passed on for every sample
     autograd_stores = never  # gradients of a sum do not depend on anything
 
@@ -180,10 +177,6 @@ class SumModuleDerivatives(BroadcastingDerivatives):
         are_alike = set(shapes) == set(call.shape_out) and len(layouts) == len(shapes)
         return not are_alike or len({one.facts for one in layouts}) > 1
 
-    def unsupported_reason(self, c: Context) -> str | None:
-        """Return None: a sum reads its inputs alone, and gives the same again."""
-        return None
-
     def _is_plain_sum(self, c: Context) -> bool:
         """Whether all inputs have the shape of the output, and samples if that has some."""
         if {x.shape for x in c.inputs if isinstance(x, Tensor)} != {c.output.shape}:
@@ -212,13 +205,11 @@ class SumModuleDerivatives(BroadcastingDerivatives):
 class MulModuleDerivatives(BroadcastingDerivatives):
     """``y = x_0 x_1 …``: the Jacobian of each factor is the product of the others."""
 
+    is_deterministic = always
+
     def formula(self, c: Context) -> Formula | None:
         """Multiply with all other factors."""
         return lambda xs, v, i: reduce(torch.mul, (*xs[:i], *xs[i + 1 :]), v)
-
-    def unsupported_reason(self, c: Context) -> str | None:
-        """Return None: a product reads its inputs alone, and gives the same again."""
-        return None
 
 
 # Losses that stay functions if weights are given: a mean is that over the weights of the targets.
@@ -240,6 +231,13 @@ def _of_matrix_product(xs: Sequence[Any], v: Tensor, i: int) -> Tensor:
 @register(FunctionModule)
 class AnyFunctionDerivatives(BroadcastingDerivatives):
     """What the converter has made of a function: derivatives are found automatically."""
+
+    def is_deterministic(self, module: Any) -> bool:
+        """Return whether it is a function of torch that draws nothing, of its inputs alone."""
+        is_one = type(module) is FunctionModule and not leaves_in(
+            (module.args, module.kwargs), Tensor
+        )
+        return is_one and (moves_entries(module) or draws_nothing(module.function))
 
     def formula(self, c: Context) -> Formula | None:
         """Return that of products of matrices, each of them of one sample."""
