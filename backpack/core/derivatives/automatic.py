@@ -17,9 +17,10 @@ from torch.nn import Module, Parameter
 from backpack.context import disable
 from backpack.core.derivatives import by_autograd
 from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.conditions import Conditions
 from backpack.core.derivatives.evaluation import Evaluation, drawn, generator_at, is_real
 from backpack.core.derivatives.facts import never
-from backpack.core.derivatives.following import Conditions, Following, treatment_by
+from backpack.core.derivatives.following import Following, treatment_by
 from backpack.core.derivatives.reductions import slice_size
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.derivatives.vectors import first_of, listed

@@ -16,6 +16,7 @@ from torch.nn import Module
 
 from backpack.core.derivatives.automatic import attributes_kept, evaluated_again, with_gradients
 from backpack.core.derivatives.by_autograd import second_of_samples
+from backpack.core.derivatives.conditions import Known, once
 from backpack.core.derivatives.evaluation import (
     Evaluation,
     alone,
@@ -24,7 +25,6 @@ from backpack.core.derivatives.evaluation import (
     with_other_samples,
 )
 from backpack.core.derivatives.facts import constant, never
-from backpack.core.derivatives.following import Known, once
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, not_convex
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.derivatives.vectors import first_of

@@ -17,9 +17,9 @@ from backpack.core.derivatives.automatic import (
     refuse_totals,
     with_gradients,
 )
+from backpack.core.derivatives.conditions import Known, once
 from backpack.core.derivatives.evaluation import Evaluation, alone
 from backpack.core.derivatives.facts import always
-from backpack.core.derivatives.following import Known, once
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.generators import evaluated_apart
