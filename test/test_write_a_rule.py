@@ -26,7 +26,7 @@ from backpack.core.derivatives import (
     register,
 )
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
-from backpack.core.derivatives.interface import _translations
+from backpack.core.derivatives.forms import translations
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.record.alive import live_calls
 from backpack.core.record.context import context_of
@@ -921,7 +921,7 @@ def test_names_on_the_page_exist() -> None:
     assert len(renamed) == 8
     for before, now in renamed:
         name = before.replace("<name>", "gain")
-        translated = [method for method, _ in _translations(name, lambda module: None)]
+        translated = [method for method, _ in translations(name, lambda module: None)]
         assert now.replace("<name>", "gain") in translated
 
 
