@@ -141,6 +141,7 @@ CASES: list[tuple[Run, str] | tuple[Run, str, tuple[Tensor, Tensor]]] = [
     (lambda m, x, y: x.div(other=y), "div"),
     (lambda m, x, y: -x, "ScaleModule"),
     (lambda m, x, y: torch.neg(x), "ScaleModule"),
+    (lambda m, x, y: x.negative() + torch.divide(x, 3), "ScaleModule ScaleModule SumModule"),
     (lambda m, x, y: +x, "pos"),
     (lambda m, x, y: x**2, "pow"),
     (lambda m, x, y: 2**x, "pow"),
@@ -333,6 +334,7 @@ CASES: list[tuple[Run, str] | tuple[Run, str, tuple[Tensor, Tensor]]] = [
     (lambda m, x, y: torch.softmax(x, 1, torch.float64), "softmax"),
     (lambda m, x, y: F.softmin(x, dim=1), "Softmin"),
     (lambda m, x, y: x.log_softmax(dim=1), "LogSoftmax"),
+    (lambda m, x, y: torch.special.log_softmax(x, dim=1), "LogSoftmax"),
     (lambda m, x, y: F.gumbel_softmax(x, dim=1), "gumbel_noise SumModule div Softmax"),
     (
         lambda m, x, y: F.gumbel_softmax(x, 2.0, hard=True),

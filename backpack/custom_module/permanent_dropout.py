@@ -56,3 +56,9 @@ class PermanentRReLU(_Permanent, RReLU):
 
 class PermanentAttention(_Permanent, ScaledDotProductAttention):
     """``ScaledDotProductAttention``, with dropout in any mode."""
+
+
+# The class that is always on, for each that follows the training mode.
+ALWAYS_ON: dict[type[Module], type[Module]] = {
+    cls.__bases__[-1]: cls for cls in _Permanent.__subclasses__()
+}

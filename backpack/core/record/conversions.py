@@ -17,11 +17,11 @@ from torch.nn import Module
 
 from backpack.core.lazy import lazy
 from backpack.core.record.kinds import TENSOR, TENSORS, TrainingFlag, is_number, is_static, kind
-from backpack.custom_module import permanent_dropout as permanent
 from backpack.custom_module.attention import ScaledDotProductAttention
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.function_module import FunctionModule, Slot
 from backpack.custom_module.pad import Pad
+from backpack.custom_module.permanent_dropout import ALWAYS_ON, PermanentAttention
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.products import MulModule
 from backpack.custom_module.reduce_tuple import ReduceTuple
@@ -275,35 +275,35 @@ def upsample(
     return nn.Upsample(size, scale_factor, mode, align_corners, recompute_scale_factor)
 
 
-def switched(training: Any, always: type[Module], *options: Any) -> Module:
-    """Return a module that is always on, or off, or (its last base) follows the training mode."""
+def switched(training: Any, make: type[Module], *options: Any) -> Module:
+    """Return a module that follows the training mode, is always on, or always off."""
     if isinstance(training, TrainingFlag):
-        return always.__bases__[-1](*options)
-    return always(*options) if training else nn.Identity()
+        return make(*options)
+    return ALWAYS_ON[make](*options) if training else nn.Identity()
 
 
-def dropout(always: type[Module], default: bool = True) -> Callable[..., Module]:
+def dropout(make: type[Module], default: bool = True) -> Callable[..., Module]:
     """Dropout that follows the training mode, is always on, or always off."""
 
     def options(p: float = 0.5, training: Any = default) -> Module:
-        return switched(training, always, p)
+        return switched(training, make, p)
 
     return options
 
 
 def plain_dropout(p: float, train: Any) -> Module:
     """Dropout under the other name of its flag."""
-    return switched(train, permanent.PermanentDropout, p)
+    return switched(train, nn.Dropout, p)
 
 
 def random_leaky_relu(lower: float = 1 / 8, upper: float = 1 / 3, training: Any = False) -> Module:
     """Leaky ReLU with random slopes, or with their mean."""
     if not isinstance(training, TrainingFlag) and not training:
         return nn.LeakyReLU((lower + upper) / 2)
-    return switched(training, permanent.PermanentRReLU, lower, upper)
+    return switched(training, nn.RReLU, lower, upper)
 
 
-def stochastic_depth(p: float, mode: str, training: Any = True) -> Module | None:
+def drop_samples(p: float, mode: str, training: Any = True) -> Module | None:
     """Dropout of samples that follows the training mode, or is always off."""
     if isinstance(training, TrainingFlag):
         return StochasticDepth(p, mode)
@@ -325,7 +325,7 @@ def attention(
     if not is_static(options) or isinstance(dropout_p, TrainingFlag):
         return None
     inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    make = permanent.PermanentAttention if dropout_p else ScaledDotProductAttention
+    make = PermanentAttention if dropout_p else ScaledDotProductAttention
     return Apply(make(dropout_p, bool(is_causal), scale, bool(enable_gqa)), inputs)
 
 

@@ -33,14 +33,6 @@ from backpack.core.record.kinds import (
     reduction_kind,
     where_kind,
 )
-from backpack.custom_module.permanent_dropout import (
-    PermanentAlphaDropout,
-    PermanentDropout,
-    PermanentDropout1d,
-    PermanentDropout2d,
-    PermanentDropout3d,
-    PermanentFeatureAlphaDropout,
-)
 
 
 @dataclass(frozen=True)
@@ -81,16 +73,10 @@ TABLE: tuple[Row, ...] = (
     Row("operator.sub torch.sub torch.subtract .sub .subtract", to.subtract, treatment=ENTRIES),
     Row("torch.rsub", to.subtract_from, treatment=ENTRIES),
     Row("operator.mul torch.mul torch.multiply .mul .multiply", to.multiply, treatment=ENTRIES),
-    Row(
-        "torch.div operator.truediv torch.divide torch.true_divide .div .divide .true_divide",
-        to.divide,
-        treatment=ENTRIES,
-    ),
-    Row(
-        "operator.neg torch.neg torch.negative .neg .negative",
-        partial(to.multiply, other=-1),
-        treatment=ENTRIES,
-    ),
+    Row("operator.truediv torch.div .div", to.divide, treatment=ENTRIES),
+    Row("torch.divide torch.true_divide .divide .true_divide", to.divide, treatment=ENTRIES),
+    Row("operator.neg torch.neg .neg", partial(to.multiply, other=-1), treatment=ENTRIES),
+    Row("torch.negative .negative", partial(to.multiply, other=-1), treatment=ENTRIES),
     *_rows(
         *("torch.matmul operator.matmul .matmul", "torch.mm .mm", "torch.bmm .bmm", "torch.mv .mv"),
         *("torch.dot .dot torch.vdot .vdot torch.inner .inner", "torch.einsum", "torch.tensordot"),
@@ -107,12 +93,8 @@ TABLE: tuple[Row, ...] = (
         treatment=RESHAPES,
     ),
     Row("torch.permute .permute", to.permute, is_view=True, treatment=MOVES),
-    Row(
-        "torch.transpose torch.swapdims .transpose .swapdims",
-        to.transpose,
-        is_view=True,
-        treatment=MOVES,
-    ),
+    Row("torch.transpose .transpose", to.transpose, is_view=True, treatment=MOVES),
+    Row("torch.swapdims .swapdims", to.transpose, is_view=True, treatment=MOVES),
     Row("torch.swapaxes .swapaxes", to.swapaxes, is_view=True, treatment=MOVES),
     Row("operator.getitem", to.getitem, item_kind, is_view=True, treatment=MOVES),
     *_rows(
@@ -226,9 +208,8 @@ TABLE: tuple[Row, ...] = (
     Row("F.silu", layer(nn.SiLU), treatment=ENTRIES),
     Row("F.mish", layer(nn.Mish), treatment=ENTRIES),
     Row("F.glu", layer(nn.GLU)),
-    Row(
-        "F.sigmoid torch.sigmoid torch.special.expit .sigmoid", layer(nn.Sigmoid), treatment=ENTRIES
-    ),
+    Row("F.sigmoid torch.sigmoid .sigmoid", layer(nn.Sigmoid), treatment=ENTRIES),
+    Row("torch.special.expit", layer(nn.Sigmoid), treatment=ENTRIES),
     Row("F.logsigmoid", layer(nn.LogSigmoid), treatment=ENTRIES),
     Row("F.hardsigmoid", layer(nn.Hardsigmoid), treatment=ENTRIES),
     Row("F.hardswish", layer(nn.Hardswish), treatment=ENTRIES),
@@ -243,28 +224,18 @@ TABLE: tuple[Row, ...] = (
     Row("F.prelu torch.prelu .prelu", layer=layers.prelu),
     Row("F.softmax torch.softmax .softmax torch.special.softmax", layer(to.softmax(nn.Softmax))),
     Row("F.softmin", layer(to.softmax(nn.Softmin))),
-    Row(
-        "F.log_softmax torch.log_softmax .log_softmax torch.special.log_softmax",
-        layer(to.softmax(nn.LogSoftmax)),
-    ),
+    Row("F.log_softmax torch.log_softmax .log_softmax", layer(to.softmax(nn.LogSoftmax))),
+    Row("torch.special.log_softmax", layer(to.softmax(nn.LogSoftmax))),
     Row("F.gumbel_softmax", to.gumbel_softmax, keep=True),
-    # dropout
-    Row("F.dropout", layer(dropout(PermanentDropout)), is_view=True),
-    Row("F.dropout1d", layer(dropout(PermanentDropout1d)), is_view=True),
-    Row("F.dropout2d", layer(dropout(PermanentDropout2d)), is_view=True),
-    Row("F.dropout3d", layer(dropout(PermanentDropout3d)), is_view=True),
-    Row("F.alpha_dropout", layer(dropout(PermanentAlphaDropout, default=False)), is_view=True),
-    Row(
-        "F.feature_alpha_dropout",
-        layer(dropout(PermanentFeatureAlphaDropout, default=False)),
-        is_view=True,
-    ),
+    # dropout; False: off unless a call says so
+    Row("F.dropout", layer(dropout(nn.Dropout)), is_view=True),
+    Row("F.dropout1d", layer(dropout(nn.Dropout1d)), is_view=True),
+    Row("F.dropout2d", layer(dropout(nn.Dropout2d)), is_view=True),
+    Row("F.dropout3d", layer(dropout(nn.Dropout3d)), is_view=True),
+    Row("F.alpha_dropout", layer(dropout(nn.AlphaDropout, False)), is_view=True),
+    Row("F.feature_alpha_dropout", layer(dropout(nn.FeatureAlphaDropout, False)), is_view=True),
     Row("torch.dropout", layer(to.plain_dropout), is_view=True),
-    Row(
-        "torchvision.ops.stochastic_depth.stochastic_depth",
-        layer(to.stochastic_depth),
-        is_view=True,
-    ),
+    Row("torchvision.ops.stochastic_depth.stochastic_depth", layer(to.drop_samples), is_view=True),
     # pooling and resizing
     Row("F.max_pool1d torch.max_pool1d", layer(to.max_pool(nn.MaxPool1d))),
     Row("F.max_pool2d torch.max_pool2d", layer(to.max_pool(nn.MaxPool2d))),
