@@ -1040,6 +1040,22 @@ def test_coupling_of_any_two_samples_is_found() -> None:
             assert rule.couples_samples_unseen(seen(loss).call) == (i != j)
 
 
+def test_loss_in_single_precision_of_a_network_in_double() -> None:
+    """Rounding is not taken for terms between samples."""
+
+    class Single(nn.Module):
+        def forward(self, f: Tensor) -> Tensor:
+            return f.float().exp().mean()
+
+    def lossfunc(f: Tensor, _: Any) -> Tensor:
+        return f.exp().mean()
+
+    params = run(network(SETTING), Single(), (), extensions.DiagGGNExact())
+    truths = oracle.ggn_diag(network(SETTING), lossfunc, data(), None)
+    for p, truth in zip(params, truths, strict=True):
+        torch.testing.assert_close(p.diag_ggn_exact, truth, rtol=1e-5, atol=1e-8)
+
+
 def test_values_of_other_samples_are_found() -> None:
     """Also where no gradient passes to the sample that they are of."""
 
