@@ -938,6 +938,20 @@ class Parameters(nn.Module):
     __hash__ = nn.Module.__hash__
 
 
+def test_a_single_layer_keeps_its_rule() -> None:
+    """Its weight has two Kronecker factors, which the function that it calls has not."""
+    factors = []
+    for route in (False, True, "record"):
+        torch.manual_seed(0)
+        layer, loss = extend(nn.Linear(4, 3), use_converter=route), extend(nn.MSELoss())
+        with backpack(extensions.KFLR()):
+            loss(layer(torch.rand(5, 4)), torch.rand(5, 3)).backward()
+        factors.append([p.kflr for p in layer.parameters()])
+    assert [len(kflr) for kflr in factors[0]] == [2, 1]
+    torch.testing.assert_close(factors[1], factors[0])
+    torch.testing.assert_close(factors[2], factors[0])
+
+
 def test_modules_that_hold_parameters_are_not_compared() -> None:
     torch.manual_seed(0)
     net = Net(lambda m, h: (h * m.parameters_of_net.scale).tanh(), {})

@@ -93,7 +93,8 @@ def record_functions(root: Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):  # takes no hooks; extend() has warned
             continue
         is_called = type(module).forward is not Module.forward  # else it holds parameters
-        if module is root or not is_called or is_open(module) or not _is_leaf(module):
+        is_whole = is_called and not is_open(module) and _is_leaf(module)
+        if not is_whole or (module is root and derivatives_of(module) is None):
             vars(module)["_backpack_open"] = True
             _forget_leaf(module)
             continue
