@@ -7,8 +7,10 @@ import io
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -1478,7 +1480,21 @@ class Pair(NamedTuple):
     """A structured output."""
 
     first: Tensor
-    second: list[Tensor]
+    second: Sequence[Tensor] = ()
+
+
+@dataclass
+class Structure:
+    """A structured output."""
+
+    first: Tensor
+
+
+class Named(OrderedDict):
+    """A dictionary whose entries are attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
 
 
 class Signature(nn.Module):
@@ -1506,6 +1522,20 @@ def test_signature() -> None:
         converted(X, double=True)
     torch.testing.assert_close(copy.deepcopy(converted)(X), net(X))
     torch.testing.assert_close(save_and_load(converted)(X), net(X))
+
+
+def test_classes_of_structured_outputs() -> None:
+    """A graph makes structures of their fields, but no classes of dictionaries: those are kept."""
+    for structure in (Structure, Named, Pair):
+        net = Net(lambda m, x, y, made=structure: made(first=m.linear(x)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            converted = extend(copy.deepcopy(net), use_converter=True)
+        assert isinstance(converted, ConvertedModule) == (structure is not Named)
+        assert type(converted(X, Y)) is structure
+        torch.testing.assert_close(converted(X, Y).first, net(X, Y).first)
+    with pytest.raises(ConversionError, match="replace this Named by a plain dict"):
+        convert(Net(lambda m, x, y: Named(first=x)))
 
 
 class TensorByDefault(nn.Module):

@@ -389,6 +389,18 @@ class BackpackTracer(Tracer):
                 self._culprit = (self.path_of_module(m), m)
             raise
 
+    def create_arg(self, a: Any) -> Any:
+        """Return what stands for an argument, or for what the model returns.
+
+        Raises:
+            TraceError: If it is a container of another class than the graph would have.
+        """
+        plain = next((c for c in (dict, list, tuple) if isinstance(a, c)), type(a))
+        if type(a) not in (plain, torch.Size) and not hasattr(type(a), "_fields"):
+            name = type(a).__name__
+            raise TraceError(f"torch.fx would replace this {name} by a plain {plain.__name__}.")
+        return super().create_arg(a)
+
     def create_node(self, *args: Any, **kwargs: Any) -> Node:
         """Record a node and where it comes from.
 

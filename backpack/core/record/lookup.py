@@ -9,7 +9,7 @@ import builtins
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -182,7 +182,7 @@ def look_up(node: Node) -> Function:
     else:
         qualified = f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', '')}"
         found = Function(target, INDEX.elsewhere.get(qualified))
-        if isinstance(target, type) and hasattr(target, "_fields"):  # a named tuple
+        if isinstance(target, type) and (hasattr(target, "_fields") or is_dataclass(target)):
             found = Function(target, Row("", result=UNKNOWN))
     if node.kwargs.get("inplace"):
         return Function(found.target, found.row, in_place=True)
