@@ -501,3 +501,37 @@ def test_sparse_parameters_have_no_address() -> None:
     model.weight = nn.Parameter(model.weight.detach().to_sparse())
     model(torch.rand(5, 4)).sum().backward()
     assert model.weight.grad is not None
+
+
+class Wrapper(Tensor):
+    """Has its entries in another tensor, and cannot compare them, as quantised weights."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        new = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        new.inner = inner
+        return new
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.equal.default:
+            raise NotImplementedError
+        inner = [x.inner if isinstance(x, Wrapper) else x for x in args]
+        result = function(*inner, **(kwargs or {}))
+        return cls(result) if function is torch.ops.aten.detach.default else result
+
+
+def test_parameters_without_memory_of_their_own() -> None:
+    torch.manual_seed(0)
+    model, X, y = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)), *torch.rand(2, 5, 4)
+    found = []
+    for kind in (Tensor.clone, Wrapper):
+        model[2].weight = nn.Parameter(kind(model[2].weight.detach()), requires_grad=False)
+        loss = extend(nn.MSELoss())(extend(model)(X), y[:, :3])
+        with backpack(DiagGGNExact(), extensions.HMP()):
+            loss.backward()
+        p = model[0].weight
+        found.append((p.diag_ggn_exact, p.hmp(torch.ones(1, 4, 4))))
+    torch.testing.assert_close(*found)

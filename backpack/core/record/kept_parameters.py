@@ -124,13 +124,14 @@ def _digests(
             tensors = list(map(shards.stored, tensors))
         found = []
         for t in tensors:
-            is_small = t.dtype in PLAIN and t.layout is torch.strided and t.numel() <= EXACT
+            is_plain = type(t) in TENSORS and t.dtype in PLAIN and t.layout is torch.strided
+            is_small = is_plain and t.numel() <= EXACT
             found.append(taken(t.detach()) if is_small else _digest(t.detach(), taken))
         return iter(found)
 
 
 def _digest(tensor: Tensor, taken: Callable[[Tensor], Tensor]) -> Tensor | None:
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_quantized or not storage_of(tensor):
         return None
     if tensor.element_size() == 1:  # some precisions have no arithmetic
         return taken(tensor.view(torch.uint8))

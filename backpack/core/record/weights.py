@@ -39,8 +39,11 @@ class Kept(NamedTuple):
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return where a tensor's memory begins; 0 for sparse ones."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    """Return where a tensor's memory begins; 0 if it has none of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # sparse, or one that has its entries in other tensors
+        return 0
 
 
 def version_of(tensor: Any) -> int:
