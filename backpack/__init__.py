@@ -216,7 +216,8 @@ class backpack(ShowsOptions):
         looks = any(ext.looks_at_loss for ext in self.exts) or not _is_loss(alive.last_call())
         configure(configuration)
         if elides or is_suspicious or configuration.second_order or (looks and self.exts):
-            scope.interceptor = InterceptBackward(BackwardPass.completed, elides)
+            program = next((ext.program for ext in self.exts if ext.program is not None), None)
+            scope.interceptor = InterceptBackward(BackwardPass.completed, elides, program)
             scope.interceptor.__enter__()
         self._entered[scope] = configuration
         return self

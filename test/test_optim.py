@@ -1572,7 +1572,11 @@ LOSSES: dict[str, tuple[Any, Any, bool]] = {
     "function, of a mask": (of_mask, LABELS, False),
     "function, of a mask, summed": (partial(of_mask, reduction="sum"), LABELS, True),
     "classes, of rows": (lambda x, y: CLASSES(x[[0, 1, 4]], y[[0, 1, 4]]), LABELS, False),
-    "classes, in another order": (lambda x, y: CLASSES(x.flip(0)[ORDER], y[ORDER]), LABELS, True),
+    "classes, in another order": (
+        lambda x, y: CLASSES(x.flip(0)[ORDER], y.flip(0)[ORDER]),
+        LABELS,
+        True,
+    ),
     "reduced": (Reduced(lambda losses: losses[ORDER].mean()), LABELS, True),
     "reduced, not zero": (Reduced(lambda losses: losses[losses != 0].mean()), LABELS, False),
     "reduced, squared": (Reduced(lambda losses: losses.mean() ** 2), LABELS, False),

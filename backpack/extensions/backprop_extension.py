@@ -44,6 +44,7 @@ class BackpropExtension(ShowsOptions):
         result_dtype: Precision of the results; None for that of the parameter.
         belongs_to_gradient: Whether the result is used together with ``p.grad`` of the same pass.
         looks_at_loss: Whether it matters what is computed beside an extended loss, or behind it.
+        program: Is told of the functions that run in the context, if there is one.
         overrides_extract: Whether a subclass says what it makes of its ``needs``.
         collects: Whether it makes results of what all parameters have, see :meth:`finish`.
     """
@@ -56,6 +57,7 @@ class BackpropExtension(ShowsOptions):
     result_dtype: torch.dtype | None = None
     belongs_to_gradient: ClassVar[bool] = False
     looks_at_loss: bool = False
+    program: Any = None
     overrides_extract: ClassVar[bool] = False
     collects: ClassVar[bool] = False
     # the optimiser that is made of this extension, and is easily taken for it

@@ -18,6 +18,7 @@ from backpack.distributed import check_group
 from backpack.distributed.data_group import DataGroup, telling
 from backpack.extensions import ClippedGrad
 from backpack.optim.base import Closure, ExtensionOptimizer, check_options, refuse_model
+from backpack.optim.other_samples import Program
 
 
 class AdaptiveClipping:
@@ -80,10 +81,18 @@ class DPOptimizer(ExtensionOptimizer):
     mixes the samples of a batch (batch normalisation does). A step is refused if the backward pass,
     which has to run in the context of ``extensions``, has found something that does, or that cannot
     be looked at: modules, frozen ones included; functions between modules, and of the data in a
-    converted model; terms of a loss that is not extended. What leaves no trace is not seen: what
-    was done to the data before the model, and by functions in a model that was not converted;
-    modules that are not extended, or run in ``torch.no_grad()``; numbers that were taken out of the
-    graph (``detach()``, ``item()``). A parameter that takes no part in a backward pass gets no
+    converted model; terms of a loss that is not extended.
+
+    Let the forward pass and the loss run inside of the context, too, as in a closure. In the first
+    backward pass, and each whose number is a power of two, their functions run again for batches in
+    which some samples have the data of others. A gradient that is no sum over the samples is
+    refused, whatever has mixed them (a threshold, a count, what was detached, a number, mixup), and
+    so are buffers that a batch changes (running statistics). That memory and time is for these
+    passes alone. Not seen is what ran outside of the context (do not normalise data by statistics
+    of the batch; losses are refused there, but those of torch and extended ones), a branch that is
+    the same for all these batches, and what has no effect in these passes.
+
+    A parameter that takes no part in a backward pass gets no
     noise, and stays: which ones these are must not depend on the data, as in a network that routes
     samples to layers. There, let each layer take part, with a term of zero for instance.
 
@@ -174,7 +183,7 @@ class DPOptimizer(ExtensionOptimizer):
         self._is_empty = False  # whether the step is one without samples
         self._below = 0.0  # samples below the bound, those above counted as -1/2, others as 1/2
         extension = ClippedGrad(max_grad_norm, self._members, loss_reduction=loss_reduction)
-        extension.looks_at_loss = True
+        extension.looks_at_loss, extension.program = True, Program()
         super().__init__(optimizer.param_groups, optimizer.defaults, extension)
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
 
@@ -209,8 +218,18 @@ class DPOptimizer(ExtensionOptimizer):
                 than ``loss_reduction``.
         """
         found = {p: self._quantity(p) for _, p, _ in self._trained()}
+        samples = next((len(p.clip_norms) for p in found), 0)  # type: ignore[attr-defined]
+        why = self.extension.program.dependence([*found], samples)
         for p, clipped in found.items():
             self._refuse_mixed(p, clipped)
+        if why is not None:
+            raise ValueError(
+                f"{type(self).__name__}: the individual gradients depend on other samples, because "
+                f"of {why}: the steps would not be private. Let each term of the loss, and row "
+                "in the model, depend on one sample, also where no gradient passes (thresholds and "
+                "counts of the batch, what was detached, item()). A constant with as many rows as "
+                "there are samples belongs into a buffer of the model."
+            )
         is_mean = self.extension.loss_reduction == "mean"  # type: ignore[attr-defined]
         for p, clipped in found.items():
             total = clipped * len(p.clip_norms) if is_mean else clipped  # type: ignore[attr-defined]

@@ -69,13 +69,15 @@ class InterceptBackward(overrides.TorchFunctionMode):
     Args:
         completed: Called when autograd will bring nothing more to a call, where that is known.
         elides: Whether gradients may be left out.
+        program: Is told of all functions, and of what ``backward()`` is called on, if there is one.
     """
 
     _ENTRIES = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
-    def __init__(self, completed: Callable[[Visit], None], elides: bool):
+    def __init__(self, completed: Callable[[Visit], None], elides: bool, program: Any = None):
         """Watch nothing yet."""
         super().__init__()
+        self.program = program
         self.completed = completed
         self.elides = elides
         self.was_left = False
@@ -104,13 +106,18 @@ class InterceptBackward(overrides.TorchFunctionMode):
         """Run ``func``."""
         kwargs = kwargs or {}
         if func not in self._ENTRIES or self.was_left:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if self.program is not None:
+                self.program.note(func, args, kwargs, result)
+            return result
         tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
         roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         outer = STATE.get().entry
         if outer is not None and outer.task is None and _same(outer.roots, roots):
             return func(*args, **kwargs)  # the mode of an inner context has seen the same call
         entry = Entry(roots)
+        if self.program is not None and func is not torch.autograd.grad:
+            self.program.roots = roots
         configuration = CTX.configuration
         exts = configuration.exts
         if configuration.first_order:
@@ -201,4 +208,5 @@ class _Away:
 def not_intercepted() -> AbstractContextManager[Any]:
     """Pop our mode, which slows down every function, where no backward pass starts."""
     mode = overrides._get_current_function_mode()
-    return _Away(mode) if isinstance(mode, InterceptBackward) else nullcontext()
+    is_ours = isinstance(mode, InterceptBackward) and mode.program is None
+    return _Away(mode) if is_ours else nullcontext()

@@ -103,15 +103,15 @@ class LossTerms:
             node, slot = root.grad_fn if isinstance(root, Tensor) else root.node, root.output_nr
             if node is None or is_output(node):
                 continue
-            is_usual = _is_usual(node)
-            if is_usual and not looks_at_targets:
+            usual = is_usual(node)
+            if usual and not looks_at_targets:
                 continue
             path = path_above(node, slot)
             if looks_at_targets:
                 if len(roots) == 1:
                     self.reduction = _reduction(node)
                 self._look_at_targets(path)
-            if is_usual:
+            if usual:
                 continue
             self.leaves |= _readers_of_leaves(path)
             self.hidden.watch(filter(is_foreign_function, path.nodes), CTX.extended())
@@ -242,12 +242,14 @@ def _readers_of_leaves(path: Path) -> dict[Tensor, str]:
     return leaves
 
 
-def _is_usual(node: Any) -> bool:
+def is_usual(node: Any) -> bool:
     """Whether a loss has the form that most have: then nothing else is looked at, to save time."""
     while (name := kind(node)) in ("NllLoss", "Mean", "Sum", "Mul", "Div"):
         parents = [parent for parent, _ in node.next_functions]
         if parents[0] is None or any(parent is not None for parent in parents[1:]):
             return False
+        if name in ("Mul", "Div") and shape_of(node, 0).shape:
+            return False  # weights, which may depend on all samples
         node = parents[0]
     edges = node.next_functions
     if not edges or any(parent is not None for parent, _ in edges[1:]):

@@ -1,0 +1,254 @@
+"""Whether the gradient of a batch is a sum over its samples: functions run again for others.
+
+A backward pass sees no values that have left the graph: thresholds, counts, weights, numbers that
+depend on the samples of the batch. The functions of the program run again here for batches in which
+some samples have the data of others. For a gradient that is a sum over the samples,
+``g(A from X, rest from Y) + g(A from Y, rest from X) = g(X) + g(Y)``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves, tree_map
+
+from backpack.context import CTX, disable
+from backpack.core.derivatives.evaluation import alone
+from backpack.core.engine.loss_terms import is_usual
+from backpack.core.record.data_notes import noted
+from backpack.core.record.generators import OwnGenerators
+from backpack.core.record.module_state import describe
+from backpack.core.record.origins import BackpackOutput, origin
+from backpack.core.values import at_least_single
+
+NUMBERS = (bool, int, float, complex)
+
+# Along which axis of so many entries data has samples, and whether integers do. The next one counts
+# where data has several such axes, or none in front, or functions cannot run for the choice before.
+CHOICES = ((0, True), (1, True), (1, False))
+
+OUTSIDE = "functions that have computed the loss outside of the context: let them run inside"
+
+
+class Seen(NamedTuple):
+    """A function that has run, and whether gradients were enabled."""
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    result: Any
+    has_gradients: bool
+
+
+class Program:
+    """The functions that run before the backward passes of an optimiser.
+
+    They are kept for the backward passes whose number is a power of two: until one is over.
+    """
+
+    def __init__(self) -> None:
+        """Nothing has run."""
+        self.passes = 1
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what has run."""
+        self.seen: list[Seen] = []
+        self.roots: tuple[Any, ...] = ()
+
+    @property
+    def _is_due(self) -> bool:
+        return self.passes & (self.passes - 1) == 0
+
+    def note(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Keep a function that the program has called, if the pass at hand is to be looked at."""
+        if self._is_due and not _is_of_library():
+            self.seen.append(Seen(function, args, kwargs, result, torch.is_grad_enabled()))
+
+    def dependence(self, params: Sequence[Parameter], samples: int) -> str | None:
+        """Say why the gradient of the latest pass is no sum over the samples; None if it is one.
+
+        Also None if this pass is not looked at, or what it was called on was computed elsewhere.
+        """
+        seen, roots, is_due = self.seen, self.roots, self._is_due
+        self.clear()
+        self.passes += 1
+        if samples < 2 or not (is_due and roots):
+            return None
+        results = {id(x) for one in seen for x in tree_leaves(one.result)}
+        for root in roots:
+            mark = origin(root)
+            is_told = mark is not None and mark.of_loss  # by its rule
+            if id(root) not in results:
+                is_known = is_told or (isinstance(root, Tensor) and is_usual(root.grad_fn))
+                return None if is_known else OUTSIDE
+        why, is_known = None, False
+        with torch._C.DisableTorchFunction(), disable(), alone():
+            for place, takes_integers in CHOICES:
+                batch = _Batch(seen, roots, params, samples, (place, takes_integers))
+                try:
+                    why = batch.dependence()
+                    if why is None or place or not batch.is_ambiguous:
+                        return why
+                    is_known = True
+                except Exception as error:
+                    if is_known:
+                        return why
+                    why = f"functions that cannot run again for other samples ({error})"
+        return why
+
+
+class _Batch:
+    """What has run for a batch of ``samples``; see CHOICES for where these are."""
+
+    def __init__(
+        self,
+        seen: Sequence[Seen],
+        roots: Sequence[Tensor],
+        params: Sequence[Parameter],
+        samples: int,
+        choice: tuple[int, bool],
+    ):
+        self.seen, self.roots, self.params = seen, roots, params
+        self.samples, self.choice, self.is_ambiguous = samples, choice, False
+
+    def dependence(self) -> str | None:
+        numbers = torch.arange(self.samples)
+        here, taken = self.gradients(numbers)
+        kept_before = self.buffers
+        others = [torch.full_like(numbers, n) for n in (0, self.samples - 1)]
+        there = [self.gradients(other)[0] for other in others]
+        for bit in range((self.samples - 1).bit_length()):
+            other, is_kept = others[bit % 2], (numbers >> bit) & 1 == 1
+            parts = [here, there[bit % 2]]
+            for kept in (is_kept, ~is_kept):
+                found, changed = self.gradients(numbers.where(kept, other))
+                parts.append(found)
+                for (name, value, again), (_, _, new) in zip(taken, changed, strict=True):
+                    if value == again != new:
+                        return f"numbers that depend on samples ({name})"
+                for module, buffers in kept_before.items():
+                    if not all(map(torch.equal, buffers, self.buffers[module])):
+                        return (
+                            f"buffers of {describe(module)}, which depend on them from now on: "
+                            "these are saved, and the next batch may read them"
+                        )
+            if not _add_up(*parts):
+                return f"functions that read {', '.join(map(str, self.shapes))}"
+        return None
+
+    def gradients(self, order: Tensor) -> tuple[list[Tensor], list[Any]]:
+        """Return the gradient, and what was taken out of tensors, of samples with these numbers."""
+        self.order = order
+        self.values: dict[int, Tensor] = {}
+        self.leaves: list[Tensor] = []
+        self.shapes: list[list[int]] = []
+        self.depends: set[int] = set()
+        numbers: list[Any] = []
+        for module in CTX.extended():
+            for x in chain(module._parameters.values(), module._buffers.values()):
+                if x is not None:
+                    self.values[id(x)] = x.detach().clone()
+        for p in self.params:
+            self.values[id(p)] = self._leaf(p)
+        with OwnGenerators():
+            for one in self.seen:
+                self._run(one, numbers)
+            with torch.enable_grad():
+                total = torch.stack([self.values[id(root)].sum() for root in self.roots]).sum()
+            found = torch.autograd.grad(total, self.leaves, materialize_grads=True)
+        own = {module: module._buffers.values() for module in CTX.extended()}
+        self.buffers = {
+            module: [self.values[id(x)] for x in each if x is not None and id(x) in self.values]
+            for module, each in own.items()
+        }
+        return list(found), numbers
+
+    def _run(self, seen: Seen, numbers: list[Any]) -> None:
+        function, args, kwargs, result, has_gradients = seen
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        results = tree_leaves(result)
+        if not tensors:
+            lists = [x for x in args if isinstance(x, list) or type(x).__module__ == "numpy"]
+            listed = any(len(x) == self.samples for x in lists)
+            for x in (x for x in results if isinstance(x, Tensor)):
+                is_data = x.is_floating_point() or listed  # else such as the numbers of rows
+                if not (is_data and self._has_samples(x)):
+                    self.values[id(x)] = x.detach().clone()
+            return
+        unknown = [x for x in tensors if id(x) not in self.values and not self._has_samples(x)]
+        depends = any(id(x) in self.depends for x in tensors)
+        if unknown and not depends and not any(x.requires_grad for x in tensors):
+            return  # data from which those of the samples may be taken
+        self.values |= {id(x): self._leaf(x) for x in unknown}
+        given, options = tree_map(self._value, (args, kwargs))
+        is_apart = function is Tensor.detach and result.requires_grad  # an output set apart
+        with torch.set_grad_enabled(has_gradients or is_apart):
+            again = given[0].view_as(given[0]) if is_apart else function(*given, **options)
+        for x, y in zip(results, tree_leaves(again), strict=True):
+            if isinstance(x, Tensor):
+                if has_gradients or is_apart or not x.requires_grad:  # else a Function has made it
+                    self.values[id(x)] = y
+            elif depends and isinstance(x, NUMBERS):
+                numbers.append((function.__name__, x, y))
+            elif depends and type(x).__module__ == "numpy":
+                numbers.append((function.__name__, x.tolist(), y.tolist()))
+        if depends:
+            changed = [x for x in results if isinstance(x, Tensor)] or tensors[:1]
+            self.depends.update(map(id, changed))
+
+    def _value(self, x: Any) -> Any:
+        return self.values[id(x)] if isinstance(x, Tensor) else x
+
+    def _leaf(self, x: Tensor) -> Tensor:
+        """Copy a tensor that nothing here has computed; its gradient is one of those compared."""
+        leaf = x.detach().clone()
+        if x.requires_grad:
+            self.leaves.append(leaf.requires_grad_())
+        return leaf
+
+    def _has_samples(self, x: Tensor) -> bool:
+        """Give a tensor with an axis of samples their data."""
+        place, takes_integers = self.choice
+        axes = [i for i, size in enumerate(x.shape) if size == self.samples]
+        is_data = not isinstance(x, Parameter) and (x.is_floating_point() or takes_integers)
+        known = noted(x)
+        if not axes or not is_data or (known is not None and known.is_assigned):
+            return False
+        if len(axes) > 1 or axes[0]:
+            self.is_ambiguous = True
+            if place and len(x) == 1:
+                return False
+        with torch.enable_grad():
+            rows = self._leaf(x).index_select(
+                axes[min(place, len(axes) - 1)], self.order.to(x.device)
+            )
+        self.values[id(x)] = rows
+        self.depends.add(id(x))
+        self.shapes.append([*x.shape])
+        return True
+
+
+def _add_up(*gradients: Sequence[Tensor]) -> bool:
+    """Whether ``x + y = a + b``, up to rounding, of four gradients, for all tensors together."""
+    each = [(x, y, a, b, a + b - x - y) for x, y, a, b in zip(*gradients, strict=True)]
+    norms = [[float(at_least_single(g).norm()) for g in own] for own in each]
+    *sizes, difference = torch.tensor(norms, dtype=torch.float64).norm(dim=0).tolist()
+    rounding = max(torch.finfo(g.dtype).eps for g in gradients[0])
+    return not difference > rounding**0.6 * max(sizes)
+
+
+def _is_of_library(depth: int = 3) -> bool:
+    """Whether this library, and not the program, has called the function that is noted."""
+    frame: Any = sys._getframe(depth)
+    if frame.f_code is BackpackOutput.forward.__code__:
+        return False
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("backpack.core"):
+        frame = frame.f_back
+    return frame is not None

@@ -1,0 +1,323 @@
+"""Private steps: values that have left the graph, and what a sample changes at most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack import backpack, extend
+from backpack.extensions import ClippedGrad
+from backpack.optim import DPSGD
+
+N = 8
+LABELS = torch.tensor([0, 2, 0, 1, 2, 2, 1, 2])
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def losses(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, y, reduction="none")
+
+
+def above(threshold: Callable[[Tensor], Tensor]) -> Loss:
+    """Make the loss that counts the samples above a threshold."""
+
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        each = losses(z, y)
+        return (each * (each >= threshold(each))).sum() / N
+
+    return loss
+
+
+def in_place(z: Tensor, y: Tensor) -> Tensor:
+    each = losses(z, y)
+    each[y == 1] = 0
+    return each.mul_(torch.bincount(y, minlength=3)[y]).sum() / N
+
+
+# losses, of predictions and targets, with values of other samples that no gradient passes to
+MIXING: dict[str, Loss] = {
+    "quantile": above(lambda each: each.quantile(0.5)),
+    "median": above(torch.median),
+    "topk": above(lambda each: each.detach().topk(3).values[-1]),
+    "largest class": lambda z, y: torch.where(y == y.max(), losses(z, y), 0).mean(),
+    "counts": lambda z, y: (losses(z, y) / torch.bincount(y, minlength=3)[y]).mean(),
+    "class weights": lambda z, y: (
+        F.cross_entropy(z, y, 1 / (1 + torch.bincount(y, minlength=3).to(z)), reduction="sum") / N
+    ),
+    "nanmean": lambda z, y: torch.where(y != 1, losses(z, y), torch.nan).nanmean(),
+    "number of a mask": lambda z, y: (losses(z, y) * (y != 1)).sum() / (y != 1).sum(),
+    "item": lambda z, y: losses(z, y).mean() * (1 + z[0, 0].item()),
+    "float": lambda z, y: losses(z, y).mean() / float(losses(z, y).max()),
+    "numpy": lambda z, y: losses(z, y).mean() * float(y.numpy().mean()),
+    "normalised targets": lambda z, y: F.mse_loss(z[:, 0], y / y.sum()),
+    "in place": in_place,
+}
+# whose terms depend on one sample each
+APART: dict[str, Loss] = {
+    "mean": lambda z, y: losses(z, y).mean(),
+    "focal": lambda z, y: ((1 - losses(z, y).neg().exp().detach()) ** 2 * losses(z, y)).mean(),
+    "table": lambda z, y: (torch.tensor([1.0, 2.0, 3.0])[y] * losses(z, y)).mean(),
+    "one by one": lambda z, y: torch.stack(
+        [losses(z[n : n + 1], y[n : n + 1]) for n in range(N)]
+    ).mean(),
+    "asserted": lambda z, y: losses(z, y).mean() if bool((y >= 0).all()) else z.sum(),
+    "of some": lambda z, y: losses(z, y)[y != 1].sum() / N,
+    "dropout": lambda z, y: losses(F.dropout(z), y).mean(),
+}
+
+
+class Inside(nn.Module):
+    """A model that computes its loss."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.layer, self.loss = nn.Linear(5, 3), loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.layer(x), y)
+
+
+def options(**other: Any) -> Any:
+    given = {"lr": 0.1, "max_grad_norm": 1.0, "noise_multiplier": 1.0, "expected_batch_size": N}
+    return given | other
+
+
+def step(model: nn.Module, loss: Callable[[], Tensor], **other: Any) -> None:
+    optimiser = DPSGD(model.parameters(), **options(**other))
+    with backpack(*optimiser.extensions):
+        loss().backward()
+    optimiser.step()
+
+
+@pytest.mark.parametrize("converter", [None, True, "record"])
+@pytest.mark.parametrize("name", [*MIXING, *APART])
+def test_losses(name: str, converter: Any) -> None:
+    """As functions, and in models that compute them."""
+    torch.manual_seed(0)
+    X, function = torch.randn(N, 5), (MIXING | APART)[name]
+    refused: Any = pytest.raises(ValueError, match="would not be private")
+    with refused if name in MIXING else nullcontext():
+        if converter is None:
+            model = extend(nn.Linear(5, 3))
+            step(model, lambda: function(model(X), LABELS))
+        else:
+            inside = extend(Inside(function), use_converter=converter)
+            step(inside, lambda: inside(X, LABELS))
+
+
+def test_losses_that_ran_outside_of_the_context() -> None:
+    """Functions that nobody has seen are refused, those of torch and extended ones are known."""
+    torch.manual_seed(0)
+    X, model, extended = torch.randn(N, 5), extend(nn.Linear(5, 3)), extend(nn.CrossEntropyLoss())
+    for loss in (MIXING["counts"], APART["focal"]):
+        value = loss(model(X), LABELS)
+        with pytest.raises(ValueError, match="outside of the context: let them run inside"):
+            step(model, lambda value=value: value)  # type: ignore[misc]
+    for known in (F.cross_entropy, extended, lambda z, y: F.cross_entropy(z, y) / 2):
+        value = known(model(X), LABELS)
+        step(model, lambda value=value: value)  # type: ignore[misc]
+
+
+class Net(nn.Module):
+    def __init__(self, change: Callable[[Any, Tensor], Tensor], of_data: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 4), nn.Linear(4, 3)
+        self.change, self.of_data = change, of_data
+        self.register_buffer("mean", torch.zeros(5 if of_data else 4))
+        self.last: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(self.change(self, x) if self.of_data else x)
+        return self.second(h if self.of_data else self.change(self, h))
+
+
+@torch.no_grad()
+def update(net: Any, h: Tensor) -> Tensor:
+    """Change a buffer after it was read."""
+    before = net.mean.clone()
+    net.mean.lerp_(h.mean(0), 0.1)
+    return before
+
+
+def replace(net: Any, h: Tensor) -> Tensor:
+    """Put another buffer in its place."""
+    before, net.mean = net.mean, (0.9 * net.mean + h.mean(0)).detach()
+    return before
+
+
+def keep(net: Any, h: Tensor) -> Tensor:
+    net.last = h.detach()
+    return h
+
+
+CHANGES: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
+    "detached mean": (lambda net, h: h - h.detach().mean(0), False),
+    "detached scale": (lambda net, h: h / h.detach().std(), False),
+    "gate": (lambda net, h: h * (h > h.median(0).values), False),
+    "item": (lambda net, h: h / (1 + h.abs().max().item()), False),
+    "first": (lambda net, h: h + h[0].detach(), False),
+    "mixup": (lambda net, h: 0.7 * h + 0.3 * h[torch.randperm(len(h))], False),
+    "pairs": (lambda net, h: h[[1, 0, 3, 2, 5, 4, 7, 6]], False),
+    "buffer": (lambda net, h: h - update(net, h), False),
+    "other buffer": (lambda net, h: h - replace(net, h), False),
+    "norm": (lambda net, h: F.batch_norm(h, net.mean, net.mean.clone() + 1), True),
+    "kept": (keep, True),
+    "constants": (lambda net, h: h * torch.arange(1, 5) + torch.ones(len(h), 1), True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The network mixes:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*without a rule:UserWarning")
+@pytest.mark.parametrize("of_data", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_functions_in_a_model(name: str, of_data: bool) -> None:
+    """Of what a layer returns, and of what the model is called with."""
+    torch.manual_seed(0)
+    change, is_private = CHANGES[name]
+    if of_data and name == "constants":
+        change = CHANGES["norm"][0]
+    X, model = torch.randn(N, 5), extend(Net(change, of_data))
+    loss = extend(nn.CrossEntropyLoss())
+    refused: Any = pytest.raises(ValueError, match="private")
+    with nullcontext() if is_private else refused:
+        step(model, lambda: loss(model(X), LABELS))
+
+
+def test_what_ran_is_looked_at_now_and_then_and_forgotten() -> None:
+    """In passes whose number is a power of two."""
+    model, X = extend(nn.Linear(5, 3)), torch.randn(N, 5)
+    optimiser = DPSGD(model.parameters(), **options())
+    program = optimiser.extension.program
+    kept = []
+    for _ in range(9):
+        with backpack(*optimiser.extensions):
+            F.cross_entropy(model(X), LABELS).backward()
+        kept.append(bool(program.seen))
+        optimiser.step()
+        assert not (program.seen or program.roots)
+    assert kept == [number in (1, 2, 4, 8) for number in range(1, 10)]
+
+
+def test_data_along_other_axes() -> None:
+    """As many steps of time, or features, as there are samples, and parts of a data set."""
+    model, loss = extend(nn.LSTM(N, 3)), extend(nn.MSELoss())
+    for shape in ((2, N, N), (N, N, N)):
+        X, y = torch.randn(shape), torch.randn(*shape[:2], 3)
+        step(model, lambda X=X, y=y: loss(model(X)[0], y))  # type: ignore[misc]
+    with pytest.raises(ValueError, match="would not be private"):
+        square = extend(nn.Linear(N, 3))
+        step(square, lambda: MIXING["counts"](square(torch.randn(N, N)), LABELS))
+    numbers, data, targets = LABELS.tolist(), torch.randn(50, 5), torch.randint(3, (50,))
+    for make in (lambda: torch.tensor(numbers), lambda: torch.from_numpy(LABELS.numpy().copy())):
+        linear = extend(nn.Linear(5, 3))
+        with pytest.raises(ValueError, match="would not be private"):
+            step(linear, lambda m=linear, f=make: MIXING["counts"](m(torch.randn(N, 5)), f()))  # type: ignore[misc]
+    for rows in (list(range(N)), torch.arange(N), torch.arange(50) < N, slice(N)):
+        linear = extend(nn.Linear(5, 3))
+        step(linear, lambda m=linear, i=rows: losses(m(data[i]), targets[i]).mean())  # type: ignore[misc]
+        with pytest.raises(ValueError, match="would not be private"):
+            step(linear, lambda m=linear, i=rows: MIXING["counts"](m(data[i]), targets[i]))  # type: ignore[misc]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(torch.tanh(self.layer(x))))
+
+
+class LastState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(2, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x.unflatten(1, (3, 2)))[0][:, -1])
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "dense": lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)),
+    "convolutions": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 6)),
+        nn.Conv1d(1, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(24, 3),
+    ),
+    "recurrent": LastState,
+    "tied": Tied,
+    "positions": lambda: nn.Sequential(
+        nn.Unflatten(1, (3, 2)), nn.Linear(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)
+    ),
+}
+OF_SAMPLES: dict[str, Loss] = {
+    "cross entropy": F.cross_entropy,
+    "squares": lambda z, y: (z - F.one_hot(y, 3)).square().sum(1).mean(),
+    "focal": APART["focal"],
+    "margin": F.multi_margin_loss,
+}
+
+
+def clipped_sum(model: nn.Module, loss: Loss, X: Tensor, y: Tensor, bound: float) -> Tensor:
+    """Return the sum of a private step without noise, compared with a loop and an extension."""
+    network: Any = extend(model)
+    before = [p.detach().clone() for p in network.parameters()]
+    options = {"max_grad_norm": bound, "noise_multiplier": 0.0, "expected_batch_size": 1.0}
+    optimiser = DPSGD(network.parameters(), 1.0, **options)  # type: ignore[arg-type]
+    with backpack(*optimiser.extensions):
+        loss(network(X), y).backward()
+    optimiser.step()
+    found = [a - b.detach() for a, b in zip(before, network.parameters(), strict=True)]
+    for p, old in zip(network.parameters(), before, strict=True):
+        p.data.copy_(old)
+    with backpack(ClippedGrad(bound / len(X))):
+        loss(network(X), y).backward()
+    total = [torch.zeros_like(p) for p in before]
+    for n in range(len(X)):
+        value = loss(model(X[n : n + 1]), y[n : n + 1])
+        grads = torch.autograd.grad(value, [*model.parameters()])
+        norm = torch.cat([g.flatten() for g in grads]).norm()
+        for t, g in zip(total, grads, strict=True):
+            t += g * min(1.0, bound / float(norm)) if norm else g
+    for f, t, p in zip(found, total, network.parameters(), strict=True):
+        torch.testing.assert_close(f, t, rtol=1e-6, atol=1e-9 * bound)
+        torch.testing.assert_close(len(X) * p.grad_clipped, t, rtol=1e-6, atol=1e-9 * bound)
+    return torch.cat([f.flatten() for f in found])
+
+
+@pytest.mark.parametrize("loss", OF_SAMPLES)
+@pytest.mark.parametrize("name", NETWORKS)
+@settings(max_examples=5, deadline=None)
+@given(
+    st.integers(2, 6),
+    st.integers(0, 2**16),
+    st.floats(-3, 3),
+    st.floats(-4, 4),
+    st.data(),
+)
+def test_neighbours(
+    name: str, loss: str, count: int, seed: int, exponent: float, scale: float, data: Any
+) -> None:
+    """One sample less changes the sum by the bound at most, another one in its place by twice."""
+    torch.manual_seed(seed)
+    model, bound = NETWORKS[name]().double(), 10**exponent
+    X, y = 10**scale * torch.randn(count, 6).double(), torch.randint(3, (count,))
+    whole = clipped_sum(model, OF_SAMPLES[loss], X, y, bound)
+    n = data.draw(st.integers(0, count - 1))
+    rest = [i for i in range(count) if i != n]
+    less = clipped_sum(model, OF_SAMPLES[loss], X[rest], y[rest], bound)
+    X[n], y[n] = 10**-scale * torch.randn(6), (y[n] + 1) % 3
+    other = clipped_sum(model, OF_SAMPLES[loss], X, y, bound)
+    assert (whole - less).norm() <= bound * (1 + 1e-6)
+    assert (whole - other).norm() <= 2 * bound * (1 + 1e-6)
