@@ -321,3 +321,32 @@ def test_neighbours(
     other = clipped_sum(model, OF_SAMPLES[loss], X, y, bound)
     assert (whole - less).norm() <= bound * (1 + 1e-6)
     assert (whole - other).norm() <= 2 * bound * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e25])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_sample_that_is_not_finite_adds_nothing(name: str, value: float, reduction: Any) -> None:
+    """Nor does one whose squares are too large; those of other samples add what they do."""
+    torch.manual_seed(0)
+    model, X = extend(NETWORKS[name]()), torch.randn(4, 6)
+    given, before = {"expected_batch_size": 4, "noise_multiplier": 0.0}, copy_of(model)
+    found = []
+    for rows in ([0, 1, 3], [0, 1, 2, 3]):
+        X[2] = value
+        loss = nn.CrossEntropyLoss(reduction=reduction)
+        step(
+            model,
+            lambda i=rows, f=loss: f(model(X[i]), LABELS[i]),
+            loss_reduction=reduction,
+            **given,
+        )  # type: ignore[misc]
+        found.append(copy_of(model))
+        model.load_state_dict(before)
+    if value != 1e25 or name in ("dense", "positions"):  # else the gradient is finite
+        torch.testing.assert_close(*found)
+    assert all(bool(x.isfinite().all()) for x in found[1].values())
+
+
+def copy_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in model.state_dict().items()}

@@ -90,7 +90,8 @@ class DPOptimizer(ExtensionOptimizer):
     so are buffers that a batch changes (running statistics). That memory and time is for these
     passes alone. Not seen is what ran outside of the context (do not normalise data by statistics
     of the batch; losses are refused there, but those of torch and extended ones), a branch that is
-    the same for all these batches, and what has no effect in these passes.
+    the same for all these batches, and what has no effect in these passes. A sample whose gradient
+    is not finite adds nothing.
 
     A parameter that takes no part in a backward pass gets no
     noise, and stays: which ones these are must not depend on the data, as in a network that routes
@@ -184,6 +185,7 @@ class DPOptimizer(ExtensionOptimizer):
         self._below = 0.0  # samples below the bound, those above counted as -1/2, others as 1/2
         extension = ClippedGrad(max_grad_norm, self._members, loss_reduction=loss_reduction)
         extension.looks_at_loss, extension.program = True, Program()
+        extension.leaves_out_infinite = True
         super().__init__(optimizer.param_groups, optimizer.defaults, extension)
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
 

@@ -37,6 +37,10 @@ class ClippedGrad(FirstOrderBackpropExtension):
         sum: Li, Tramèr, Liang, Hashimoto, Large language models can be strong differentially
         private learners (ICLR 2022); one pass: Bu, Wang, Zha, Karypis, Differentially private
         optimization on large model at small cost (ICML 2023).
+
+    Attributes:
+        leaves_out_infinite: Whether a sample adds nothing if its norm is not finite, where it would
+            make the sum NaN. To see whether there is one, a GPU is waited for.
     """
 
     needs = ("factored", "square_norm")
@@ -82,6 +86,7 @@ class ClippedGrad(FirstOrderBackpropExtension):
         self.per = per
         self.weights = weights
         self.loss_reduction = loss_reduction
+        self.leaves_out_infinite = False
         super().__init__("grad_clipped", subsampling=subsampling)
 
     def extract(self, products: Products) -> FactoredGrad:
@@ -109,6 +114,9 @@ class ClippedGrad(FirstOrderBackpropExtension):
                         f"{len(norms)} samples: give one for each, [N]."
                     )
                 factors = factors * self.weights.to(factors)
+            if self.leaves_out_infinite and not (is_finite := squares.isfinite()).all():
+                members = {p: gradients[is_finite] for p, gradients in members.items()}
+                factors = factors[is_finite]
             while members:
                 p, gradients = members.popitem()
                 yield p, self.savefield, gradients.weighted_sum(factors)
