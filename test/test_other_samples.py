@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from backpack import backpack, extend
 from backpack.extensions import ClippedGrad
@@ -42,6 +43,17 @@ def in_place(z: Tensor, y: Tensor) -> Tensor:
     return each.mul_(torch.bincount(y, minlength=3)[y]).sum() / N
 
 
+MEMORY = torch.ones(4, 3)
+
+
+@torch.no_grad()
+def remember(z: Tensor) -> Tensor:
+    """Write the first prediction to what later batches are compared with."""
+    before = MEMORY.clone()
+    MEMORY[0] = z[0]
+    return before
+
+
 # losses, of predictions and targets, with values of other samples that no gradient passes to
 MIXING: dict[str, Loss] = {
     "quantile": above(lambda each: each.quantile(0.5)),
@@ -59,6 +71,11 @@ MIXING: dict[str, Loss] = {
     "numpy": lambda z, y: losses(z, y).mean() * float(y.numpy().mean()),
     "normalised targets": lambda z, y: F.mse_loss(z[:, 0], y / y.sum()),
     "in place": in_place,
+    "numbers of others": lambda z, y: sum(
+        a * b.item() for a, b in zip(losses(z, y), z[:, 0], strict=True)
+    ),
+    "rows of others": lambda z, y: sum((z[0].detach() * row).sum() for row in z[:]) / N,  # type: ignore[misc, return-value]
+    "memory": lambda z, y: (z @ remember(z).T).logsumexp(1).mean(),
 }
 # whose terms depend on one sample each
 APART: dict[str, Loss] = {
@@ -70,6 +87,8 @@ APART: dict[str, Loss] = {
     ).mean(),
     "asserted": lambda z, y: losses(z, y).mean() if bool((y >= 0).all()) else z.sum(),
     "of some": lambda z, y: losses(z, y)[y != 1].sum() / N,
+    "row by row": lambda z, y: sum((row * row).sum() for row in z) / N,  # type: ignore[misc, return-value]
+    "logged": lambda z, y: (value := losses(z, y).mean(), value.item())[0],
     "dropout": lambda z, y: losses(F.dropout(z), y).mean(),
 }
 
@@ -103,7 +122,8 @@ def test_losses(name: str, converter: Any) -> None:
     """As functions, and in models that compute them."""
     torch.manual_seed(0)
     X, function = torch.randn(N, 5), (MIXING | APART)[name]
-    refused: Any = pytest.raises(ValueError, match="would not be private")
+    told = "would not be private|combines different samples|has no samples"
+    refused: Any = pytest.raises((ValueError, NotImplementedError), match=told)
     with refused if name in MIXING else nullcontext():
         if converter is None:
             model = extend(nn.Linear(5, 3))
@@ -206,6 +226,19 @@ def test_what_ran_is_looked_at_now_and_then_and_forgotten() -> None:
     assert kept == [number in (1, 2, 4, 8) for number in range(1, 10)]
 
 
+def test_steps_inside_of_one_context() -> None:
+    """What steps compute themselves is no part of the next pass."""
+    model, data = extend(nn.Linear(5, 3)), torch.randn(N, 5)
+    optimiser = DPSGD(model.parameters(), **options(momentum=0.9))
+    with backpack(*optimiser.extensions):
+        for _ in range(2):
+            for rows in (slice(0, 4), slice(4, 8)):
+                losses(model(data[rows]), LABELS[rows]).mean().backward()
+                optimiser.accumulate()
+                optimiser.zero_grad()
+            optimiser.step()
+
+
 def test_data_along_other_axes() -> None:
     """As many steps of time, or features, as there are samples, and parts of a data set."""
     model, loss = extend(nn.LSTM(N, 3)), extend(nn.MSELoss())
@@ -225,6 +258,19 @@ def test_data_along_other_axes() -> None:
         step(linear, lambda m=linear, i=rows: losses(m(data[i]), targets[i]).mean())  # type: ignore[misc]
         with pytest.raises(ValueError, match="would not be private"):
             step(linear, lambda m=linear, i=rows: MIXING["counts"](m(data[i]), targets[i]))  # type: ignore[misc]
+
+
+def test_noise_is_that_of_the_bound_that_was_used() -> None:
+    """Not of one that is set between the backward pass and the step."""
+    torch.manual_seed(0)
+    model = extend(nn.Linear(100, 100))
+    optimiser = DPSGD(model.parameters(), **options(max_grad_norm=1.0, expected_batch_size=1.0))
+    for _ in range(2):
+        with backpack(*optimiser.extensions):
+            F.cross_entropy(model(torch.randn(N, 100)), torch.arange(N)).backward()
+        optimiser.max_grad_norm, used = 1e-3, optimiser.max_grad_norm
+        optimiser.step()
+        assert_close(model.weight.grad.std(), torch.tensor(used), rtol=0.05, atol=0)  # type: ignore[union-attr]
 
 
 class Tied(nn.Module):
@@ -291,8 +337,8 @@ def clipped_sum(model: nn.Module, loss: Loss, X: Tensor, y: Tensor, bound: float
         for t, g in zip(total, grads, strict=True):
             t += g * min(1.0, bound / float(norm)) if norm else g
     for f, t, p in zip(found, total, network.parameters(), strict=True):
-        torch.testing.assert_close(f, t, rtol=1e-6, atol=1e-9 * bound)
-        torch.testing.assert_close(len(X) * p.grad_clipped, t, rtol=1e-6, atol=1e-9 * bound)
+        assert_close(f, t, rtol=1e-6, atol=1e-9 * bound)
+        assert_close(len(X) * p.grad_clipped, t, rtol=1e-6, atol=1e-9 * bound)
     return torch.cat([f.flatten() for f in found])
 
 
@@ -344,7 +390,7 @@ def test_a_sample_that_is_not_finite_adds_nothing(name: str, value: float, reduc
         found.append(copy_of(model))
         model.load_state_dict(before)
     if value != 1e25 or name in ("dense", "positions"):  # else the gradient is finite
-        torch.testing.assert_close(*found)
+        assert_close(*found)
     assert all(bool(x.isfinite().all()) for x in found[1].values())
 
 

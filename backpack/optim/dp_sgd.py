@@ -87,11 +87,12 @@ class DPOptimizer(ExtensionOptimizer):
     backward pass, and each whose number is a power of two, their functions run again for batches in
     which some samples have the data of others. A gradient that is no sum over the samples is
     refused, whatever has mixed them (a threshold, a count, what was detached, a number, mixup), and
-    so are buffers that a batch changes (running statistics). That memory and time is for these
-    passes alone. Not seen is what ran outside of the context (do not normalise data by statistics
-    of the batch; losses are refused there, but those of torch and extended ones), a branch that is
-    the same for all these batches, and what has no effect in these passes. A sample whose gradient
-    is not finite adds nothing.
+    so are buffers and other tensors that a batch changes (running statistics). Memory and time are
+    those of these passes alone. Not seen is what ran outside of the context (do not normalise data
+    by statistics of the batch; losses are refused there, but those of torch and extended ones), a
+    branch that is the same for all these batches, and what has no effect in these passes. If a loss
+    reads several forward passes, row n of each has to be of the same sample. A sample whose
+    gradient is not finite adds nothing.
 
     A parameter that takes no part in a backward pass gets no
     noise, and stays: which ones these are must not depend on the data, as in a network that routes
@@ -181,6 +182,7 @@ class DPOptimizer(ExtensionOptimizer):
         self.adaptive = adaptive
         self._group = None if process_group is None else DataGroup(process_group)
         self._sums: dict[Tensor, Tensor] = {}
+        self._bound = 0.0  # the largest with which something in the sums was clipped
         self._is_empty = False  # whether the step is one without samples
         self._below = 0.0  # samples below the bound, those above counted as -1/2, others as 1/2
         extension = ClippedGrad(max_grad_norm, self._members, loss_reduction=loss_reduction)
@@ -232,6 +234,7 @@ class DPOptimizer(ExtensionOptimizer):
                 "counts of the batch, what was detached, item()). A constant with as many rows as "
                 "there are samples belongs into a buffer of the model."
             )
+        self._bound = max(self._bound, self.extension.latest_norm)  # type: ignore[attr-defined]
         is_mean = self.extension.loss_reduction == "mean"  # type: ignore[attr-defined]
         for p, clipped in found.items():
             total = clipped * len(p.clip_norms) if is_mean else clipped  # type: ignore[attr-defined]
@@ -239,6 +242,7 @@ class DPOptimizer(ExtensionOptimizer):
         for p in list(found)[:1]:  # the norms are those of all parameters together
             norms = p.clip_norms  # type: ignore[attr-defined]
             self._below += float((norms <= self.max_grad_norm).sum()) - len(norms) / 2
+        self.extension.program.clear()  # this is no part of the next pass
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and let no step use what was clipped before.
@@ -314,6 +318,7 @@ class DPOptimizer(ExtensionOptimizer):
             if self.adaptive is not None:
                 noise = torch.empty(1, device=like.device).normal_(generator=self.generator)
                 count += self.adaptive.count_noise * noise
+        self._bound = 0.0
         if self._group is not None:
             *noisy, count = self._group.total(what, [*noisy, count])
         for p, total in zip(trained, noisy, strict=True):
@@ -323,6 +328,7 @@ class DPOptimizer(ExtensionOptimizer):
             distance = fraction - self.adaptive.quantile
             self.max_grad_norm *= exp(-self.adaptive.rate * distance)
         self.optimizer.step()
+        self.extension.program.clear()
 
     def _noise(self, like: Tensor) -> Tensor:
         """Draw the noise of a sum of clipped gradients."""
@@ -330,7 +336,7 @@ class DPOptimizer(ExtensionOptimizer):
         if self.adaptive is not None:
             noise_multiplier = self.adaptive.noise_of_gradients(noise_multiplier)
         noise = torch.empty_like(like).normal_(generator=self.generator)
-        return noise.mul_(noise_multiplier * self.max_grad_norm)
+        return noise.mul_(noise_multiplier * (self._bound or self.max_grad_norm))
 
     def _refuse_mixed(self, p: Tensor, clipped: Tensor) -> None:
         name = type(self).__name__

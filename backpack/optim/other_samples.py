@@ -24,7 +24,7 @@ from backpack.core.engine.loss_terms import is_usual
 from backpack.core.record.data_notes import noted
 from backpack.core.record.generators import OwnGenerators
 from backpack.core.record.module_state import describe
-from backpack.core.record.origins import BackpackOutput, origin
+from backpack.core.record.origins import BackpackOutput, is_foreign_function, origin
 from backpack.core.values import at_least_single
 
 NUMBERS = (bool, int, float, complex)
@@ -66,10 +66,20 @@ class Program:
     def _is_due(self) -> bool:
         return self.passes & (self.passes - 1) == 0
 
-    def note(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Keep a function that the program has called, if the pass at hand is to be looked at."""
-        if self._is_due and not _is_of_library():
+    def note(self, function: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """Keep a function that the program has called, if the pass at hand is to be looked at.
+
+        Returns:
+            The result; an iterator over tensors that are known.
+        """
+        if not self._is_due or _is_of_library():
+            return result
+        if function is not Tensor.__iter__:
             self.seen.append(Seen(function, args, kwargs, result, torch.is_grad_enabled()))
+            return result
+        parts = args[0].unbind(0)
+        self.seen.append(Seen(Tensor.unbind, (*args, 0), {}, parts, torch.is_grad_enabled()))
+        return iter(parts)
 
     def dependence(self, params: Sequence[Parameter], samples: int) -> str | None:
         """Say why the gradient of the latest pass is no sum over the samples; None if it is one.
@@ -81,13 +91,18 @@ class Program:
         self.passes += 1
         if samples < 2 or not (is_due and roots):
             return None
-        results = {id(x) for one in seen for x in tree_leaves(one.result)}
+        last = 0  # what ran later, as for a log, has no part in it
         for root in roots:
+            made = [
+                i for i, one in enumerate(seen) if any(x is root for x in tree_leaves(one.result))
+            ]
             mark = origin(root)
-            is_told = mark is not None and mark.of_loss  # by its rule
-            if id(root) not in results:
+            if not made:
+                is_told = mark is not None and mark.of_loss  # by its rule
                 is_known = is_told or (isinstance(root, Tensor) and is_usual(root.grad_fn))
                 return None if is_known else OUTSIDE
+            last = max(last, *made)
+        seen = [one for one in seen[: last + 1] if _has_values(one)]
         why, is_known = None, False
         with torch._C.DisableTorchFunction(), disable(), alone():
             for place, takes_integers in CHOICES:
@@ -121,7 +136,7 @@ class _Batch:
     def dependence(self) -> str | None:
         numbers = torch.arange(self.samples)
         here, taken = self.gradients(numbers)
-        kept_before = self.buffers
+        state = self.state
         others = [torch.full_like(numbers, n) for n in (0, self.samples - 1)]
         there = [self.gradients(other)[0] for other in others]
         for bit in range((self.samples - 1).bit_length()):
@@ -132,13 +147,10 @@ class _Batch:
                 parts.append(found)
                 for (name, value, again), (_, _, new) in zip(taken, changed, strict=True):
                     if value == again != new:
-                        return f"numbers that depend on samples ({name})"
-                for module, buffers in kept_before.items():
-                    if not all(map(torch.equal, buffers, self.buffers[module])):
-                        return (
-                            f"buffers of {describe(module)}, which depend on them from now on: "
-                            "these are saved, and the next batch may read them"
-                        )
+                        return f"numbers taken before the loss was computed ({name})"
+                for what, value in state.items():
+                    if not torch.equal(value, self.state[what]):
+                        return f"{what} that the batch has changed: a later one may read it"
             if not _add_up(*parts):
                 return f"functions that read {', '.join(map(str, self.shapes))}"
         return None
@@ -149,6 +161,7 @@ class _Batch:
         self.values: dict[int, Tensor] = {}
         self.leaves: list[Tensor] = []
         self.shapes: list[list[int]] = []
+        self.state: dict[str, Tensor] = {}
         self.depends: set[int] = set()
         numbers: list[Any] = []
         for module in CTX.extended():
@@ -163,11 +176,10 @@ class _Batch:
             with torch.enable_grad():
                 total = torch.stack([self.values[id(root)].sum() for root in self.roots]).sum()
             found = torch.autograd.grad(total, self.leaves, materialize_grads=True)
-        own = {module: module._buffers.values() for module in CTX.extended()}
-        self.buffers = {
-            module: [self.values[id(x)] for x in each if x is not None and id(x) in self.values]
-            for module, each in own.items()
-        }
+        for module in CTX.extended():
+            for name, x in module._buffers.items():
+                if x is not None and id(x) in self.values:
+                    self.state[f"{name} of {describe(module)}"] = self.values[id(x)]
         return list(found), numbers
 
     def _run(self, seen: Seen, numbers: list[Any]) -> None:
@@ -186,14 +198,16 @@ class _Batch:
         depends = any(id(x) in self.depends for x in tensors)
         if unknown and not depends and not any(x.requires_grad for x in tensors):
             return  # data from which those of the samples may be taken
-        self.values |= {id(x): self._leaf(x) for x in unknown}
+        for x in unknown:
+            self.values[id(x)] = self._leaf(x)
+            self.state[f"a tensor of shape {[*x.shape]} ({len(self.state)})"] = self.values[id(x)]
         given, options = tree_map(self._value, (args, kwargs))
         is_apart = function is Tensor.detach and result.requires_grad  # an output set apart
         with torch.set_grad_enabled(has_gradients or is_apart):
             again = given[0].view_as(given[0]) if is_apart else function(*given, **options)
         for x, y in zip(results, tree_leaves(again), strict=True):
-            if isinstance(x, Tensor):
-                if has_gradients or is_apart or not x.requires_grad:  # else a Function has made it
+            if isinstance(x, Tensor) and isinstance(y, Tensor):  # not so for p.grad
+                if not is_foreign_function(x.grad_fn):  # a Function has run what was inside of it
                     self.values[id(x)] = y
             elif depends and isinstance(x, NUMBERS):
                 numbers.append((function.__name__, x, y))
@@ -233,6 +247,13 @@ class _Batch:
         self.depends.add(id(x))
         self.shapes.append([*x.shape])
         return True
+
+
+def _has_values(seen: Seen) -> bool:
+    """Whether a function has computed anything, not only shapes for a compiler."""
+    tensors = tree_leaves((seen.args, seen.kwargs, seen.result))
+    own = {type(x).__torch_dispatch__ for x in tensors if isinstance(x, Tensor)}
+    return own <= {Tensor.__torch_dispatch__}
 
 
 def _add_up(*gradients: Sequence[Tensor]) -> bool:

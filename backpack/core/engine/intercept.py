@@ -107,9 +107,8 @@ class InterceptBackward(overrides.TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in self._ENTRIES or self.was_left:
             result = func(*args, **kwargs)
-            if self.program is not None:
-                self.program.note(func, args, kwargs, result)
-            return result
+            note = None if self.program is None else self.program.note
+            return result if note is None else note(func, args, kwargs, result)
         tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
         roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         outer = STATE.get().entry

@@ -41,6 +41,7 @@ class ClippedGrad(FirstOrderBackpropExtension):
     Attributes:
         leaves_out_infinite: Whether a sample adds nothing if its norm is not finite, where it would
             make the sum NaN. To see whether there is one, a GPU is waited for.
+        latest_norm: What ``max_norm`` was in the latest backward pass.
     """
 
     needs = ("factored", "square_norm")
@@ -87,6 +88,7 @@ class ClippedGrad(FirstOrderBackpropExtension):
         self.weights = weights
         self.loss_reduction = loss_reduction
         self.leaves_out_infinite = False
+        self.latest_norm = float(max_norm)
         super().__init__("grad_clipped", subsampling=subsampling)
 
     def extract(self, products: Products) -> FactoredGrad:
@@ -97,6 +99,7 @@ class ClippedGrad(FirstOrderBackpropExtension):
         self, collected: MutableMapping[Parameter, Any]
     ) -> Iterator[tuple[Parameter, str, Tensor]]:
         """Clip and sum; what is not needed any more is freed on the way."""
+        self.latest_norm = self.max_norm
         for group in self._groups(list(collected)):
             members = {p: FactoredGrad.of(collected.pop(p)) for p in group if p in collected}
             if not members:
