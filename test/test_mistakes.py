@@ -1792,8 +1792,8 @@ def test_learned_noise_of_an_activation_module(converter: Any, shape: tuple[int,
     for learned in (False, True):
         extended = extend(copy.deepcopy(model), use_converter=converter)
         optimiser = DPSGD(extended.parameters(), **PRIVATE)
-        errors, scale = (extended(X) - y).square(), extended[1](raw) if learned else noise
         with backpack(BatchGrad(), *optimiser.extensions):
+            errors, scale = (extended(X) - y).square(), extended[1](raw) if learned else noise
             (errors / scale + scale.log()).mean().backward()
         found.append(extended[0].weight.grad_batch)
         optimiser.step()

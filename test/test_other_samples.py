@@ -139,7 +139,7 @@ def test_losses_that_ran_outside_of_the_context() -> None:
     X, model, extended = torch.randn(N, 5), extend(nn.Linear(5, 3)), extend(nn.CrossEntropyLoss())
     for loss in (MIXING["counts"], APART["focal"]):
         value = loss(model(X), LABELS)
-        with pytest.raises(ValueError, match="outside of the context: let them run inside"):
+        with pytest.raises(ValueError, match=r"outside of the context \(let them run inside"):
             step(model, lambda value=value: value)  # type: ignore[misc]
     for known in (F.cross_entropy, extended, lambda z, y: F.cross_entropy(z, y) / 2):
         value = known(model(X), LABELS)
@@ -209,6 +209,39 @@ def test_functions_in_a_model(name: str, of_data: bool) -> None:
     refused: Any = pytest.raises(ValueError, match="private")
     with nullcontext() if is_private else refused:
         step(model, lambda: loss(model(X), LABELS))
+
+
+@pytest.mark.filterwarnings("ignore:The network mixes:UserWarning")
+@pytest.mark.parametrize("mixes", [False, True])
+def test_hooks(mixes: bool) -> None:
+    """Of a tensor, whose gradient they may change, and of a module behind what mixes samples."""
+    torch.manual_seed(0)
+
+    def hooked(net: Any, h: Tensor) -> Tensor:
+        h.register_hook(lambda g: g / g.norm() if mixes else 2 * g)
+        return h
+
+    X, loss = torch.randn(N, 5), extend(nn.CrossEntropyLoss())
+    refused: Any = pytest.raises(ValueError, match="private")
+    model = extend(Net(hooked, False))
+    with refused if mixes else nullcontext():
+        step(model, lambda: loss(model(X), LABELS))
+    change = CHANGES["detached mean"][0] if mixes else keep
+    behind = Net(change, False)
+    behind.second.register_full_backward_hook(lambda *_: None)
+    extend(behind)
+    with refused if mixes else nullcontext():
+        step(behind, lambda: loss(behind(X), LABELS))
+
+
+def test_functions_that_torch_does_not_show() -> None:
+    def centred(z: Tensor) -> Tensor:
+        return z - z.detach().mean(0)
+
+    model, X = extend(nn.Linear(5, 3)), torch.randn(N, 5)
+    script: Any = torch.jit.script(centred)  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match="that torch does not show"):
+        step(model, lambda: F.cross_entropy(script(model(X)), LABELS))
 
 
 def test_what_ran_is_looked_at_now_and_then_and_forgotten() -> None:

@@ -90,13 +90,13 @@ class DPOptimizer(ExtensionOptimizer):
     so are buffers and other tensors that a batch changes (running statistics). Memory and time are
     those of these passes alone. Not seen is what ran outside of the context (do not normalise data
     by statistics of the batch; losses are refused there, but those of torch and extended ones), a
-    branch that is the same for all these batches, and what has no effect in these passes. If a loss
-    reads several forward passes, row n of each has to be of the same sample. A sample whose
-    gradient is not finite adds nothing.
+    branch that is the same for all these batches, hooks of modules that change gradients, and what
+    has no effect in these passes. If a loss reads several forward passes, row n of each has to be
+    of the same sample. A sample whose gradient is not finite adds nothing.
 
-    A parameter that takes no part in a backward pass gets no
-    noise, and stays: which ones these are must not depend on the data, as in a network that routes
-    samples to layers. There, let each layer take part, with a term of zero for instance.
+    A parameter that takes no part in a backward pass gets no noise, and stays: which ones these are
+    must not depend on the data, as in a network that routes samples to layers. There, let each
+    layer take part, with a term of zero for instance.
 
     On several processes with samples of their own (``process_group``), the clipped sums of all are
     added up, with the noise that the first process draws: the step is that of one process with all
@@ -228,11 +228,11 @@ class DPOptimizer(ExtensionOptimizer):
             self._refuse_mixed(p, clipped)
         if why is not None:
             raise ValueError(
-                f"{type(self).__name__}: the individual gradients depend on other samples, because "
-                f"of {why}: the steps would not be private. Let each term of the loss, and row "
-                "in the model, depend on one sample, also where no gradient passes (thresholds and "
-                "counts of the batch, what was detached, item()). A constant with as many rows as "
-                "there are samples belongs into a buffer of the model."
+                f"{type(self).__name__}: the individual gradients may depend on other samples, "
+                f"because of {why}: the steps would not be private. Each term of the loss, and "
+                "each row in the model, has to depend on one sample, also where no gradient passes "
+                "(thresholds and counts of the batch, what was detached, item()). A constant with "
+                "as many rows as there are samples belongs into a buffer of the model."
             )
         self._bound = max(self._bound, self.extension.latest_norm)  # type: ignore[attr-defined]
         is_mean = self.extension.loss_reduction == "mean"  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from backpack.core.engine.loss_terms import is_usual
 from backpack.core.record.data_notes import noted
 from backpack.core.record.generators import OwnGenerators
 from backpack.core.record.module_state import describe
-from backpack.core.record.origins import BackpackOutput, is_foreign_function, origin
+from backpack.core.record.origins import WRAPPERS, BackpackOutput, is_foreign_function, origin
 from backpack.core.values import at_least_single
 
 NUMBERS = (bool, int, float, complex)
@@ -33,7 +33,14 @@ NUMBERS = (bool, int, float, complex)
 # where data has several such axes, or none in front, or functions cannot run for the choice before.
 CHOICES = ((0, True), (1, True), (1, False))
 
-OUTSIDE = "functions that have computed the loss outside of the context: let them run inside"
+OUTSIDE = (
+    "functions that ran outside of the context (let them run inside), or that torch does not show "
+    "(let the loss be a module, and extend it)"
+)
+
+
+class _UnseenError(Exception):
+    """A function was not seen that has computed something."""
 
 
 class Seen(NamedTuple):
@@ -112,6 +119,8 @@ class Program:
                     if why is None or place or not batch.is_ambiguous:
                         return why
                     is_known = True
+                except _UnseenError:
+                    return OUTSIDE
                 except Exception as error:
                     if is_known:
                         return why
@@ -132,6 +141,8 @@ class _Batch:
     ):
         self.seen, self.roots, self.params = seen, roots, params
         self.samples, self.choice, self.is_ambiguous = samples, choice, False
+        results = [x for one in seen for x in tree_leaves(one.result) if isinstance(x, Tensor)]
+        self.made: dict[Any, Tensor] = {(x.grad_fn, x.output_nr): x for x in results}
 
     def dependence(self) -> str | None:
         numbers = torch.arange(self.samples)
@@ -194,7 +205,10 @@ class _Batch:
                 if not (is_data and self._has_samples(x)):
                     self.values[id(x)] = x.detach().clone()
             return
-        unknown = [x for x in tensors if id(x) not in self.values and not self._has_samples(x)]
+        new = [x for x in tensors if id(x) not in self.values and not self._is_passed_on(x)]
+        if any(map(_is_unseen, new)):
+            raise _UnseenError
+        unknown = [x for x in new if not self._has_samples(x)]
         depends = any(id(x) in self.depends for x in tensors)
         if unknown and not depends and not any(x.requires_grad for x in tensors):
             return  # data from which those of the samples may be taken
@@ -219,6 +233,19 @@ class _Batch:
 
     def _value(self, x: Any) -> Any:
         return self.values[id(x)] if isinstance(x, Tensor) else x
+
+    def _is_passed_on(self, x: Tensor) -> bool:
+        """Whether a tensor is one that has values, behind the hooks of a module."""
+        edge = None
+        if type(x.grad_fn).__name__ in WRAPPERS:
+            edge = x.grad_fn.next_functions[x.output_nr]  # type: ignore[union-attr]
+        source = self.made.get(edge)
+        if source is None or id(source) not in self.values:
+            return False
+        self.values[id(x)] = self.values[id(source)]
+        if id(source) in self.depends:
+            self.depends.add(id(x))
+        return True
 
     def _leaf(self, x: Tensor) -> Tensor:
         """Copy a tensor that nothing here has computed; its gradient is one of those compared."""
@@ -247,6 +274,12 @@ class _Batch:
         self.depends.add(id(x))
         self.shapes.append([*x.shape])
         return True
+
+
+def _is_unseen(x: Tensor) -> bool:
+    """Whether a function has made a tensor that is none of a module that recorded what it does."""
+    mark = origin(x)
+    return mark is not None and not (mark.is_output or is_foreign_function(x.grad_fn))
 
 
 def _has_values(seen: Seen) -> bool:

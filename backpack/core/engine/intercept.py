@@ -125,7 +125,12 @@ class InterceptBackward(overrides.TorchFunctionMode):
         update(entry=entry)
         try:
             if func is torch.autograd.grad:
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                return (
+                    result
+                    if self.program is None
+                    else self.program.note(func, args, kwargs, result)
+                )
             passes = configuration.passes
             before = passes.own
             result = self._backward(func, entry, configuration, args, kwargs)
