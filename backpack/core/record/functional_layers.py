@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
+from torch.nn.modules.conv import _ConvTransposeNd
 
 
 def _with(kind: type[Module], parameters: dict[str, Any], **options: Any) -> Module | None:
@@ -41,77 +42,36 @@ def linear(input: Tensor, weight: Any, bias: Any = None) -> Module | None:
     return _with(nn.Linear, {"weight": weight, "bias": bias}, **features)
 
 
+OPTIONS = ("stride", "padding", "dilation", "groups")
+OPTIONS_OF_TRANSPOSED = ("stride", "padding", "output_padding", "groups", "dilation")
+
+
 def conv(kind: type[Module]) -> Callable[..., Module | None]:
-    """Convolutions of one number of axes in space."""
+    """Convolutions, transposed or not, with one number of axes in space."""
+    transposed = issubclass(kind, _ConvTransposeNd)
+    names = OPTIONS_OF_TRANSPOSED if transposed else OPTIONS
 
     def make(
-        input: Tensor,
-        weight: Any,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
+        input: Tensor, weight: Any, bias: Any = None, *args: Any, **kwargs: Any
     ) -> Module | None:
-        channels = weight.shape[1] * groups, weight.shape[0]
-        return _conv(
-            kind, channels, input, weight, bias, stride, padding, dilation, groups, 0, False
-        )
+        axes = weight.dim() - 2
+        if input.dim() != weight.dim():  # no axis for the samples
+            return None
+        options = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
+        options |= dict(zip(names, args, strict=False)) | kwargs
+        groups = options.pop("groups")
+        ends = weight.shape[0], weight.shape[1] * groups
+        into, out = ends if transposed else reversed(ends)
+        sizes = {
+            name: value if isinstance(value, str) else _sizes(value, axes)
+            for name, value in options.items()
+        }
+        kernel_size, fixed = tuple(weight.shape[2:]), {"padding_mode": "zeros", "groups": groups}
+        fixed |= {"in_channels": into, "out_channels": out, "transposed": transposed}
+        parameters = {"weight": weight, "bias": bias}
+        return _with(kind, parameters, kernel_size=kernel_size, **sizes, **fixed)
 
     return make
-
-
-def conv_transpose(kind: type[Module]) -> Callable[..., Module | None]:
-    """Transposed convolutions of one number of axes in space."""
-
-    def make(
-        input: Tensor,
-        weight: Any,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
-    ) -> Module | None:
-        channels, more = (weight.shape[0], weight.shape[1] * groups), output_padding
-        return _conv(
-            kind, channels, input, weight, bias, stride, padding, dilation, groups, more, True
-        )
-
-    return make
-
-
-def _conv(
-    kind: type[Module],
-    channels: tuple[int, int],
-    input: Tensor,
-    weight: Any,
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    groups: int,
-    output_padding: Any,
-    transposed: bool,
-) -> Module | None:
-    axes = weight.dim() - 2
-    if input.dim() != weight.dim():  # no axis for the samples
-        return None
-    return _with(
-        kind,
-        {"weight": weight, "bias": bias},
-        in_channels=channels[0],
-        out_channels=channels[1],
-        kernel_size=tuple(weight.shape[2:]),
-        stride=_sizes(stride, axes),
-        padding=padding if isinstance(padding, str) else _sizes(padding, axes),
-        dilation=_sizes(dilation, axes),
-        groups=groups,
-        padding_mode="zeros",
-        transposed=transposed,
-        output_padding=_sizes(output_padding, axes),
-    )
 
 
 def embedding(

@@ -289,15 +289,9 @@ TABLE: tuple[Row, ...] = (
     Row("F.conv1d torch.conv1d", layer=layers.conv(nn.Conv1d)),
     Row("F.conv2d torch.conv2d", layer=layers.conv(nn.Conv2d)),
     Row("F.conv3d torch.conv3d", layer=layers.conv(nn.Conv3d)),
-    Row(
-        "F.conv_transpose1d torch.conv_transpose1d", layer=layers.conv_transpose(nn.ConvTranspose1d)
-    ),
-    Row(
-        "F.conv_transpose2d torch.conv_transpose2d", layer=layers.conv_transpose(nn.ConvTranspose2d)
-    ),
-    Row(
-        "F.conv_transpose3d torch.conv_transpose3d", layer=layers.conv_transpose(nn.ConvTranspose3d)
-    ),
+    Row("F.conv_transpose1d torch.conv_transpose1d", layer=layers.conv(nn.ConvTranspose1d)),
+    Row("F.conv_transpose2d torch.conv_transpose2d", layer=layers.conv(nn.ConvTranspose2d)),
+    Row("F.conv_transpose3d torch.conv_transpose3d", layer=layers.conv(nn.ConvTranspose3d)),
     Row("F.embedding", layer=layers.embedding),
     Row("F.local_response_norm", layer(nn.LocalResponseNorm)),
     Row("F.scaled_dot_product_attention", to.attention, keep=True),
