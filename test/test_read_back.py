@@ -418,3 +418,55 @@ def test_hooks_that_change_gradients_between_functions(on: str, is_changed: bool
     expected = pytest.warns(UserWarning, match=match) if is_changed else nullcontext()
     with expected, backpack(extensions.DiagHessian()):
         loss.backward()
+
+
+# --- Of tensors whose samples are not first -------------------------------------------------------
+
+STEPS_FIRST: dict[str, tuple[Callable[[Any], Tensor], int]] = {
+    "last step": (lambda out: out[0][-1], C),
+    "mean": (lambda out: out[0].mean(0), C),
+    "largest": (lambda out: out[0].max(0).values, C),
+    "last state": (lambda out: out[1][0][-1].tanh(), C),
+    "states of both layers": (lambda out: out[1][0].transpose(0, 1).flatten(1), 2 * C),
+    "all steps": (lambda out: out[0].transpose(0, 1).flatten(1), T * C),
+    "output and state": (lambda out: torch.cat([out[0][0], out[1][1][-1].exp()], 1), 2 * C),
+}
+
+
+class StepsFirst(nn.Module):
+    """A recurrent network of [T, N, *], whose steps a function reduces between layers."""
+
+    def __init__(self, reduce: Callable[[Any], Tensor], features: int) -> None:
+        super().__init__()
+        self.recurrent, self.reduce = nn.LSTM(3, C, 2), reduce
+        self.first, self.last = nn.Linear(features, C), nn.Linear(C, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, T, 3] -> [N, 3]."""
+        h = self.reduce(self.recurrent(x.transpose(0, 1)))
+        return self.last(self.first(h).relu())
+
+
+@pytest.mark.parametrize("samples", [N, T, 1])
+@pytest.mark.parametrize("name", STEPS_FIRST)
+def test_steps_first(name: str, samples: int) -> None:
+    """First order does not need to know the functions, but where the samples are behind them."""
+    model, lossfunc = StepsFirst(*STEPS_FIRST[name]), nn.CrossEntropyLoss()
+    X, y = torch.randn(samples, T, 3), torch.randint(3, (samples,))
+    truth = oracle.batch_grad(model, lossfunc, X, y)
+    extended = extend(copy.deepcopy(model))
+    with backpack(extensions.BatchGrad()):
+        extend(nn.CrossEntropyLoss())(extended(X), y).backward()
+    torch.testing.assert_close([p.grad_batch for p in extended.parameters()], truth)
+    if samples == N:
+        quantities_agree(model, extended, lossfunc, X, y)
+
+
+def test_steps_first_behind_what_cannot_be_read() -> None:
+    model = extend(StepsFirst(lambda out: F.relu(out[0][-1] + 1), C))
+    loss = extend(nn.CrossEntropyLoss())(model(torch.randn(N, T, 3)), torch.randint(3, (N,)))
+    with (
+        backpack(extensions.BatchGrad()),
+        pytest.raises(ValueError, match=r"'first' .* batch axis is not the first .*use_converter"),
+    ):
+        loss.backward()

@@ -36,6 +36,7 @@ from backpack.core.engine.extracted import names_of
 from backpack.core.engine.first_order import FirstOrder
 from backpack.core.engine.intercept import Entry
 from backpack.core.engine.plan import Plan
+from backpack.core.engine.read_back import place_calls_again
 from backpack.core.engine.results import Writer
 from backpack.core.engine.sample_flow import SampleFlow
 from backpack.core.engine.second_order import SecondOrder
@@ -329,6 +330,8 @@ class Collector:
 
     def _take_up(self, call: Call) -> Visit:
         """Check a call that was not reached before, and return what this pass works on."""
+        if call.misplaced is not None:
+            place_calls_again()
         if call.index > self.start:  # such as that of a checkpoint
             self.before.keep(call)
         known = None if self.entry is None else self.entry.visits.pop(call, None)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from math import floor, prod
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -333,20 +334,28 @@ class ReadBack:
 
     def read(self, visit: Visit, i: int) -> None:
         """Read the functions that have computed an input, while the graph has what it takes."""
-        x = visit.inputs[i]
-        if not has_values(x):  # what is found could not be compared
-            return
-        is_first, creates_graph = not self._returned, torch.is_grad_enabled()
-        try:
-            with torch.enable_grad(), disable():
-                if is_first:
-                    self._creates_graph = creates_graph
-                    self._look_at_calls()
-                mark = origin(self._computed(x.grad_fn, x.output_nr, x.detach()))
-        except (UnreadableError, RuntimeError, TypeError, ValueError, IndexError):
-            return
+        mark = self.mark_of(visit.inputs[i])
         if mark in self._visits:
             self.marks.setdefault(visit, {})[i] = mark
+
+    def mark_of(self, x: Tensor) -> Origin | None:
+        """Run the functions that have computed a tensor again; return the identity of the result.
+
+        None if they cannot be read.
+        """
+        if not has_values(x):  # what is found could not be compared
+            return None
+        is_first, creates_graph = not self._returned, torch.is_grad_enabled()
+        with (
+            suppress(UnreadableError, RuntimeError, TypeError, ValueError, IndexError),
+            torch.enable_grad(),
+            disable(),
+        ):
+            if is_first:
+                self._creates_graph = creates_graph
+                self._look_at_calls()
+            return origin(self._computed(x.grad_fn, x.output_nr, x.detach()))
+        return None
 
     def _look_at_calls(self) -> None:
         """Note what recorded calls have returned, and what they have read."""
@@ -483,6 +492,28 @@ class ReadBack:
         self._visits |= {mark: visit for mark in call.origins_out if mark is not None}
         self._handles.append(node.register_prehook(partial(_note_gradients, visit)))
         return outputs
+
+
+def place_calls_again() -> None:
+    """Find the samples in calls that have read functions of tensors with samples elsewhere.
+
+    Such as the last step of a recurrent layer with ``batch_first=False``. And in those behind them.
+    """
+    found: set[str | None] = set()  # what was wrong
+    for call in sorted(alive.all_live_calls(), key=attrgetter("index")):
+        what = call.misplaced
+        if (call.awaits_functions or what in found) and call.place_again(_layout_behind):
+            found.add(what)
+
+
+def _layout_behind(x: Tensor) -> Layout | None:
+    """Return where the samples are in what functions have computed, if that can be read."""
+    handles: list[RemovableHandle] = []
+    with torch.no_grad():  # nothing is differentiated
+        mark = ReadBack(handles).mark_of(x)
+    for handle in handles:
+        handle.remove()
+    return None if mark is None else mark.layout
 
 
 def _note_constants(module: Module, inputs: Sequence[Any], outputs: Sequence[Tensor]) -> None:

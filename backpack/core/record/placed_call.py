@@ -6,7 +6,7 @@ That is found out again when a later module has corrected a layout (see :class:`
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Size, Tensor
@@ -56,6 +56,7 @@ class PlacedCall(ModuleState):
         layouts_out: Where the samples are in each output; None for a loss, and if it is not known.
         relied_on: What was known of the inputs when the rule found the layouts of the outputs.
         misplaced: What is wrong with the place of the batch axis, if anything.
+        awaits_functions: Whether that is known once the functions are that have computed an input.
         mixed_data: What has mixed the samples of an input that no gradient flows through.
         couples_samples: Whether the rule says that the output of a sample depends on others.
         rows_are_samples: Whether it is known that the rows of all tensors are the samples.
@@ -76,6 +77,7 @@ class PlacedCall(ModuleState):
     is_container: bool
     is_transparent: bool
     misplaced: str | None = None
+    awaits_functions = False
     mixed_data: str | None = None
     relied_on: tuple[Any, ...] = ()
     unbatched_inputs: tuple[int, ...]
@@ -95,6 +97,20 @@ class PlacedCall(ModuleState):
         self._find_layouts_out()
         if self.mixed_data is TABLE and not self.is_unbatched:
             self.mixed_data = None
+
+    def place_again(self, find: Callable[[Tensor], Layout | None]) -> bool:
+        """Find the samples once more, where ``find`` tells them in what functions have computed."""
+        pairs = zip(self.inputs, self.origins_in, strict=True)
+        behind = {mark: x for x, mark in pairs if mark is not None and not mark.is_output}
+        for mark, x in behind.items():
+            mark.layout = mark.layout or find(x)
+            if mark.layout is None:
+                return False
+        self.misplaced, self.awaits_functions = None, False
+        for mark in (o for o in self.origins_out if o is not None):
+            mark.lost = None
+        self._note_samples(self.inputs, [None if o is None else o.layout for o in self.origins_in])
+        return True
 
     def _layout_in(self, i: int, x: Tensor, mark: Origin | None) -> Layout | None:
         """Find the samples in an input of no recorded call; None if that is for this one to say."""
@@ -144,6 +160,7 @@ class PlacedCall(ModuleState):
                 "from one whose batch axis is not the first (or that has none). "
                 f"{UNSEEN if is_converted else UNCONVERTED}"
             )
+            self.awaits_functions = not is_converted
         return None
 
     def _find_layouts_out(self) -> None:
