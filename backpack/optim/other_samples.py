@@ -79,7 +79,10 @@ class Program:
         Returns:
             The result; an iterator over tensors that are known.
         """
-        if not self._is_due or _is_of_library():
+        caller = sys._getframe(2)
+        if self._is_due and caller.f_code is BackpackOutput.forward.__code__:
+            self.seen.append(Seen(Tensor.view_as, (args[0], args[0]), {}, result, True))
+        if not self._is_due or _is_of_library(caller):
             return result
         if function is not Tensor.__iter__:
             self.seen.append(Seen(function, args, kwargs, result, torch.is_grad_enabled()))
@@ -141,33 +144,28 @@ class _Batch:
     ):
         self.seen, self.roots, self.params = seen, roots, params
         self.samples, self.choice, self.is_ambiguous = samples, choice, False
+        self.why: str | None = None
+        self.before: tuple[list[Any], dict[str, Tensor]] | None = None
         results = [x for one in seen for x in tree_leaves(one.result) if isinstance(x, Tensor)]
         self.made: dict[Any, Tensor] = {(x.grad_fn, x.output_nr): x for x in results}
 
     def dependence(self) -> str | None:
+        """Say what depends on other samples; None if nothing does."""
         numbers = torch.arange(self.samples)
-        here, taken = self.gradients(numbers)
-        state = self.state
+        here = self.gradients(numbers)
         others = [torch.full_like(numbers, n) for n in (0, self.samples - 1)]
-        there = [self.gradients(other)[0] for other in others]
+        there = [self.gradients(other) for other in others]
         for bit in range((self.samples - 1).bit_length()):
             other, is_kept = others[bit % 2], (numbers >> bit) & 1 == 1
-            parts = [here, there[bit % 2]]
-            for kept in (is_kept, ~is_kept):
-                found, changed = self.gradients(numbers.where(kept, other))
-                parts.append(found)
-                for (name, value, again), (_, _, new) in zip(taken, changed, strict=True):
-                    if value == again != new:
-                        return f"numbers taken before the loss was computed ({name})"
-                for what, value in state.items():
-                    if not torch.equal(value, self.state[what]):
-                        return f"{what} that the batch has changed: a later one may read it"
-            if not _add_up(*parts):
-                return f"functions that read {', '.join(map(str, self.shapes))}"
+            mixed = [self.gradients(numbers.where(kept, other)) for kept in (is_kept, ~is_kept)]
+            if self.why is None and not _add_up(here, there[bit % 2], *mixed):
+                self.why = f"functions that read {', '.join(map(str, self.shapes))}"
+            if self.why is not None:
+                return self.why
         return None
 
-    def gradients(self, order: Tensor) -> tuple[list[Tensor], list[Any]]:
-        """Return the gradient, and what was taken out of tensors, of samples with these numbers."""
+    def gradients(self, order: Tensor) -> list[Tensor]:
+        """Return the gradient for samples with these numbers; compare what else was computed."""
         self.order = order
         self.values: dict[int, Tensor] = {}
         self.leaves: list[Tensor] = []
@@ -191,7 +189,14 @@ class _Batch:
             for name, x in module._buffers.items():
                 if x is not None and id(x) in self.values:
                     self.state[f"{name} of {describe(module)}"] = self.values[id(x)]
-        return list(found), numbers
+        taken, state = self.before = self.before or (numbers, self.state)
+        for (name, value, again), (_, _, new) in zip(taken, numbers, strict=True):
+            if value == again != new:
+                self.why = f"numbers taken before the loss was computed ({name})"
+        for what, kept in state.items():
+            if not torch.equal(kept, self.state[what]):
+                self.why = f"{what} that the batch has changed: a later one may read it"
+        return list(found)
 
     def _run(self, seen: Seen, numbers: list[Any]) -> None:
         function, args, kwargs, result, has_gradients = seen
@@ -216,9 +221,8 @@ class _Batch:
             self.values[id(x)] = self._leaf(x)
             self.state[f"a tensor of shape {[*x.shape]} ({len(self.state)})"] = self.values[id(x)]
         given, options = tree_map(self._value, (args, kwargs))
-        is_apart = function is Tensor.detach and result.requires_grad  # an output set apart
-        with torch.set_grad_enabled(has_gradients or is_apart):
-            again = given[0].view_as(given[0]) if is_apart else function(*given, **options)
+        with torch.set_grad_enabled(has_gradients):
+            again = function(*given, **options)
         for x, y in zip(results, tree_leaves(again), strict=True):
             if isinstance(x, Tensor) and isinstance(y, Tensor):  # not so for p.grad
                 if not is_foreign_function(x.grad_fn):  # a Function has run what was inside of it
@@ -298,11 +302,8 @@ def _add_up(*gradients: Sequence[Tensor]) -> bool:
     return not difference > rounding**0.6 * max(sizes)
 
 
-def _is_of_library(depth: int = 3) -> bool:
-    """Whether this library, and not the program, has called the function that is noted."""
-    frame: Any = sys._getframe(depth)
-    if frame.f_code is BackpackOutput.forward.__code__:
-        return False
+def _is_of_library(frame: Any) -> bool:
+    """Whether this library, and not the program, has called a function."""
     while frame is not None and not frame.f_globals.get("__name__", "").startswith("backpack.core"):
         frame = frame.f_back
     return frame is not None
