@@ -781,6 +781,31 @@ def test_quantities_of_a_model_compiled_whole(converter: Any) -> None:
     assert not any(hasattr(p, "grad_batch") for p in model.parameters())
 
 
+@pytest.mark.parametrize("is_other", [False, True])
+def test_code_that_was_compiled_without_hooks(is_other: bool) -> None:
+    """It has run before ``extend``, for this model or for another one of its class."""
+
+    class Net(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[1](self[0](x).relu())
+
+    def make() -> tuple[Any, Any]:
+        model = Net(nn.Linear(4, 4), nn.Linear(4, 3))
+        return model, torch.compile(model, backend="eager")
+
+    torch._dynamo.reset()
+    x, lossfunc, (model, run) = torch.rand(5, 4), extend(nn.MSELoss()), make()
+    lossfunc(run(x), x[:, :3]).backward()
+    if is_other:
+        model, run = make()
+    extend(model)
+    loss = lossfunc(run(x), x[:, :3])
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        loss.backward()
+    for p in model.parameters():
+        assert len(p.grad_batch) == 5 and p.diag_ggn_exact.shape == p.shape
+
+
 def test_compiled_step() -> None:
     """The backward pass in a compiled function is computed, not compiled, in a context."""
     torch._dynamo.reset()

@@ -12,7 +12,7 @@ from backpack.context import CTX, STATE
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.record import data_flow, tape
 from backpack.core.record.altered import alteration
-from backpack.core.record.compiler import may_leave_graph, set_compiler
+from backpack.core.record.compiler import forget_compiled, may_leave_graph, set_compiler
 from backpack.core.record.given import MARK, note_given
 from backpack.core.record.in_place import NO_COPY, keep_former, take_former, with_former
 from backpack.core.record.module_state import describe, works_in_place
@@ -46,6 +46,8 @@ def extend_one(module: Module, name: str, debug: bool = False) -> None:
             module._forward_hooks_with_kwargs.pop(key, None)
     handle = module.register_forward_hook(_record, prepend=True, with_kwargs=True)
     CTX.add_hook_handle(handle, module)
+    if code := getattr(type(module).forward, "__code__", None):
+        forget_compiled(code)
     module._backpack_extend = True  # type: ignore[assignment]
     vars(module)["__prepare_scriptable__"] = _refuse_script
 

@@ -12,6 +12,8 @@ from backpack.core.features import EXPORTING
 # Sets what compiles the functions that this thread calls, None for nothing, and returns what did.
 set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame  # type: ignore[attr-defined]
 
+# Forgets what was compiled of a code: it goes on without the hooks that modules have got since.
+forget_compiled = torch._C._dynamo.eval_frame.reset_code
 
 _COMPILER = vars(torch.compiler)
 _PROXY = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
