@@ -19,6 +19,8 @@ import oracle
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.ao import quantization
+from torch.ao.nn import qat
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -950,6 +952,29 @@ def test_a_single_layer_keeps_its_rule() -> None:
     assert [len(kflr) for kflr in factors[0]] == [2, 1]
     torch.testing.assert_close(factors[1], factors[0])
     torch.testing.assert_close(factors[2], factors[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*reduce_range", "ignore:.*deprecated")
+@pytest.mark.parametrize("route", [True, "record"])
+def test_layers_of_quantisation_aware_training(route: Any) -> None:
+    """They are called with rounded weights, whose derivative is one."""
+    fake = quantization.default_fake_quant
+    layer = qat.Linear(4, 3, qconfig=quantization.QConfig(activation=fake, weight=fake))
+    X, y, lossfunc = torch.rand(5, 4), torch.rand(5, 3), extend(nn.MSELoss())
+    layer(X)
+    layer.apply(quantization.disable_observer)
+    plain = copy.deepcopy(layer)
+    same = extend(nn.Linear(4, 3))
+    same.load_state_dict({"weight": layer.weight_fake_quant(layer.weight), "bias": layer.bias})
+    model = extend(nn.Sequential(layer), use_converter=route)
+    torch.testing.assert_close(model(X), plain(X))
+    for one in (model, same):
+        loss = lossfunc(one(X), y)
+        with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+            loss.backward()
+    for p, q in zip(model.parameters(), same.parameters(), strict=True):
+        torch.testing.assert_close(p.grad_batch, q.grad_batch)
+        torch.testing.assert_close(p.diag_ggn_exact, q.diag_ggn_exact)
 
 
 def test_modules_that_hold_parameters_are_not_compared() -> None:

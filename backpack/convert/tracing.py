@@ -330,7 +330,7 @@ class BackpackTracer(Tracer):
         if isinstance(m, CONTAINERS):
             return has_rules(m)
         return (
-            type(m).__module__.startswith(("torch.nn", "torch.ao.nn", "backpack.custom_module"))
+            type(m).__module__.startswith(("torch.nn", "backpack.custom_module"))
             or isinstance(m, (FunctionalLayer, torch.jit.ScriptModule))
             or derivatives_of(m) is not None
             or has_rules(m)
