@@ -1040,18 +1040,16 @@ def test_coupling_of_any_two_samples_is_found() -> None:
             assert rule.couples_samples_unseen(seen(loss).call) == (i != j)
 
 
-def test_loss_in_single_precision_of_a_network_in_double() -> None:
-    """Rounding is not taken for terms between samples."""
+@pytest.mark.parametrize("loss", [torch.exp, lambda f: (3 * f).logsumexp(1)])
+def test_loss_in_single_precision_of_a_network_in_double(loss: Callable[[Tensor], Tensor]) -> None:
+    """Rounding is not taken for terms between samples, nor for negative eigenvalues."""
 
     class Single(nn.Module):
         def forward(self, f: Tensor) -> Tensor:
-            return f.float().exp().mean()
-
-    def lossfunc(f: Tensor, _: Any) -> Tensor:
-        return f.exp().mean()
+            return loss(f.float()).mean()
 
     params = run(network(SETTING), Single(), (), extensions.DiagGGNExact())
-    truths = oracle.ggn_diag(network(SETTING), lossfunc, data(), None)
+    truths = oracle.ggn_diag(network(SETTING), lambda f, _: loss(f).mean(), data(), None)
     for p, truth in zip(params, truths, strict=True):
         torch.testing.assert_close(p.diag_ggn_exact, truth, rtol=1e-5, atol=1e-8)
 

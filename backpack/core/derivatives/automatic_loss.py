@@ -291,7 +291,10 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
         """Refuse Hessians with negative eigenvalues."""
         blocks = self._separate(c).detach()
         values = torch.linalg.eigvalsh(at_least_single(blocks))
-        if len(values) and values.min() < -_rounding(blocks) * values.abs().max():
+        # a loss that returns single precision has computed in it, whatever precision it reads
+        returned = [_rounding(out.float()) for out in c.call.outputs if out.dtype != torch.float64]
+        rounding = max([_rounding(blocks), *returned])
+        if len(values) and values.min() < -rounding * values.abs().max():
             raise not_convex(c.module, f"its Hessian has the eigenvalue {float(values.min()):g}")
 
     def hessian_root(self, c: Context) -> Any:
