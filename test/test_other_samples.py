@@ -429,3 +429,21 @@ def test_a_sample_that_is_not_finite_adds_nothing(name: str, value: float, reduc
 
 def copy_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: x.clone() for name, x in model.state_dict().items()}
+
+
+def test_a_parameter_that_is_a_number() -> None:
+    """What recorded functions make of it is no loss."""
+
+    class Tempered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.temperature = nn.Linear(6, 3), nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * self.temperature.exp()
+
+    torch.manual_seed(0)
+    model = extend(Tempered(), use_converter="record")
+    X, before = torch.randn(4, 6), copy_of(model)
+    step(model, lambda: nn.CrossEntropyLoss()(model(X), LABELS[:4]), noise_multiplier=0.0)
+    assert all(not x.equal(before[name]) for name, x in copy_of(model).items())

@@ -172,7 +172,7 @@ class SampleFlow:
                 self._note(call, mixes, self.losses if is_loss else self.modules)
             if self.looks_at_loss:
                 self._note(call, rule.divides_by_targets(call), self.data, f", {DIVIDES}")
-        if self.looks_at_loss and not call.shape_out[0]:
+        if self.looks_at_loss and call.layouts_in and not call.shape_out[0]:
             self._note_chosen(call, paths, is_loss)
         if self.looks_at_loss and is_loss:
             self._note_reduction(call)
