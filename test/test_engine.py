@@ -2274,6 +2274,26 @@ def test_hooks_of_tensors_that_nobody_has_at_hand(overwrites: bool, is_changed: 
         loss.backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("autocasts", [False, True])
+@pytest.mark.parametrize("scale", [1e-5, 1e-7, 2.0**64])
+def test_gradients_out_of_range_are_not_changed_ones(
+    scale: float, autocasts: bool, dtype: torch.dtype
+) -> None:
+    """What overflows or underflows comes out otherwise in autograd than in rules: no hook did it.
+
+    A gradient scaler tries with large scales first.
+    """
+    conv, linear = extend(nn.Conv2d(2, 3, 3).to(dtype)), extend(nn.Linear(12, 3).to(dtype))
+    lossfunc = extend(nn.CrossEntropyLoss())
+    with torch.autocast("cpu", dtype=torch.float16, enabled=autocasts):
+        h = conv(torch.randn(4, 2, 6, 6, dtype=dtype)).relu()
+        loss = lossfunc(linear(nn.functional.max_pool2d(h, 2).flatten(1)), torch.arange(4) % 3)
+    with warnings.catch_warnings(), backpack(extensions.DiagHessian()):
+        warnings.simplefilter("error")
+        (scale * loss).backward()
+
+
 @pytest.mark.parametrize("is_changed", [False, True])
 @pytest.mark.parametrize("name", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 @pytest.mark.parametrize("features", [4, 2**13])

@@ -16,7 +16,7 @@ from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan
 from backpack.core.record.context import context_of
 from backpack.core.record.origins import WRAPPERS, Origin
-from backpack.core.record.visits import Visit
+from backpack.core.record.visits import Visit, dtypes_of
 
 CHANGED = (
     "{}: a hook (tensor.register_hook, or a backward hook of a module) has changed the gradient of "
@@ -109,7 +109,19 @@ def find_changed(plan: Plan, functions: Collection[Visit]) -> list[Visit]:
     for mark, maker in suspects.items():
         arrived = maker.gradients()[maker.origins_out.index(mark)]
         if arrived is not None and mark in cotangents:
-            tolerance = max(call.rounding for call in (maker, *readers)) ** 0.5
-            if not agree_to(tolerance, cotangents[mark].mat[0], arrived):
+            limits = [torch.finfo(dtype) for dtype in dtypes_of([maker, *readers])]
+            smallest = max(limit.smallest_normal for limit in limits)
+            both = _in_range(cotangents[mark].mat[0], arrived, smallest)
+            if not agree_to(max(limit.eps for limit in limits) ** 0.5, *both):
                 found.append(maker)
     return found
+
+
+def _in_range(sent: Tensor, arrived: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
+    """Return zero where gradients overflow (as those of scaled losses may), or both underflow.
+
+    There, autograd and the rule of a module round differently: ``0 · inf`` is NaN.
+    """
+    known = (sent.abs() + arrived.abs()).isfinite()
+    known &= (sent.abs() >= smallest) | (arrived.abs() >= smallest)
+    return sent.where(known, 0), arrived.where(known, 0)
