@@ -219,3 +219,39 @@ def test_parameters_that_a_model_is_called_with() -> None:
         lossfunc(model(torch.randn(N, 3), weight), torch.randint(CLASSES, (N,))).backward()
     torch.testing.assert_close(model.linear.weight.grad_batch.sum(0), model.linear.weight.grad)
     assert not hasattr(weight, "grad_batch")
+
+
+@pytest.mark.parametrize("converter", [True, "record"])
+def test_a_slope_without_axes(converter: Any) -> None:
+    """``F.prelu`` takes a number, which ``nn.PReLU`` does not make: results have its shape."""
+    slope = nn.Parameter(torch.tensor(0.3))
+    model = nn.Sequential(nn.Linear(4, CLASSES), Functional(nn.Module(), F.prelu))
+    model[1].weight = slope
+    X, y = torch.randn(N, 4), torch.arange(N) % CLASSES
+    of_each = torch.func.vmap(
+        torch.func.grad(lambda a, h, y: F.cross_entropy(torch.where(h > 0, h, a * h), y) / N),
+        in_dims=(None, 0, 0),
+    )(slope.detach(), model[0](X).detach(), y)
+    model, lossfunc = extend(model, use_converter=converter), extend(nn.CrossEntropyLoss())
+    with backpack(extensions.BatchGrad(), extensions.HMP(), extensions.DiagHessian()):
+        lossfunc(model(X), y).backward()
+    assert torch.allclose(slope.grad_batch, of_each)
+    assert torch.allclose(slope.hmp(torch.ones(1)), slope.diag_h.reshape(1))
+
+
+@pytest.mark.parametrize("outer", [True, "record"])
+@pytest.mark.parametrize("inner", [True, "record"])
+def test_a_converted_model_inside_of_another_one(inner: Any, outer: Any) -> None:
+    """Both look at the function, which is one call of the layer all the same."""
+    layer = nn.Linear(4, CLASSES)
+    model = extend(nn.Sequential(Functional(layer, F.linear), nn.Tanh()), use_converter=inner)
+    whole, lossfunc = extend(nn.Sequential(model), use_converter=outer), nn.CrossEntropyLoss()
+    X, y = torch.randn(N, 4), torch.arange(N) % CLASSES
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        extend(lossfunc)(whole(X), y).backward()
+    found = layer.weight.grad_batch, layer.weight.diag_ggn_exact
+    plain = extend(nn.Sequential(layer, nn.Tanh()))
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        lossfunc(plain(X), y).backward()
+    assert torch.allclose(found[0], layer.weight.grad_batch)
+    assert torch.allclose(found[1], layer.weight.diag_ggn_exact)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
+from backpack.context import disable
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.record.lookup import layer_of, row_of
 from backpack.core.record.tape import record
@@ -37,7 +38,8 @@ class FunctionalLayer(Module):
         if layer is None:
             return self.function(x, *[reader() for reader in self.readers])
         vars(layer)["_backpack_name"] = vars(self).get("_backpack_name", self.function.name)
-        y = layer.forward(x)
+        with disable():  # a model around it may record functions
+            y = layer.forward(x)
         seen = record(layer, (x,), {}, y, BackwardPass.reached, BackwardPass.missed)
         return y if seen is None else seen
 

@@ -59,11 +59,12 @@ class PReLUDerivatives(PiecewiseLinearDerivatives):
         """Give ``[V, *p]`` (or ``[*p]``) the axes of ``[V, N, *]`` (or ``[N, *]``)."""
         dims, channels = c.input.dim(), c.module.num_parameters
         shape = (1,) * dims if channels == 1 else (1, channels, *(1,) * (dims - 2))
-        return t.reshape(*t.shape[:-1], *shape)
+        return t.reshape(*t.shape[: t.dim() - c.params["weight"].dim()], *shape)
 
     def _sum_positions(self, c: Context, v: Tensor) -> Tensor:
         """Sum over what shares a slope: ``[V, N, *] -> [V, N, *p]``."""
-        return v.reshape(*v.shape[:2], c.module.num_parameters, -1).sum(3)
+        sums = v.reshape(*v.shape[:2], c.module.num_parameters, -1).sum(3)
+        return sums.reshape(*v.shape[:2], *c.params["weight"].shape)
 
     def weight_jvp(self, c: Context, t: Tensor) -> Tensor:
         """Multiply with ``∂y/∂a = min(x, 0)``."""
