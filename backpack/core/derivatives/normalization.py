@@ -225,8 +225,8 @@ class RMSNormDerivatives(LayerNormDerivatives):
         return torch.finfo(torch.promote_types(own, torch.float32)).eps
 
 
-def _of_transformers(package: str, prefix: str) -> str:
-    return f"transformers.models.{package}.modeling_{package}.{prefix}RMSNorm"
+def _of_transformers(package: str, prefix: str, name: str = "RMSNorm") -> str:
+    return f"transformers.models.{package}.modeling_{package}.{prefix}{name}"
 
 
 # Classes of transformers that are one module by many names.
@@ -238,6 +238,11 @@ OF_TRANSFORMERS = [
             *("Olmo3", "Phi3", "Pixtral", "Qwen2", "Qwen3", "SmolLM3"),
         )
     ),
+    *(
+        _of_transformers(prefix.lower(), prefix, "LayerNorm")
+        for prefix in ("T5", "MT5", "UMT5", "LongT5", "Pop2Piano", "Udop")
+    ),
+    _of_transformers("switch_transformers", "SwitchTransformers", "LayerNorm"),
     _of_transformers("deepseek_v2", "DeepseekV2"),
     _of_transformers("deepseek_v3", "DeepseekV3"),
     _of_transformers("gpt_oss", "GptOss"),
