@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from backpack import backpack, extend, extensions
 from backpack.core.derivatives import check_rule, derivatives_of
 from backpack.core.derivatives.elementwise import SAME
-from backpack.core.derivatives.normalization import OF_TRANSFORMERS
-from backpack.core.record.registry import ELSEWHERE
+from backpack.core.derivatives.normalization import TransformersRMSNormDerivatives
 
 transformers = pytest.importorskip("transformers")
 
@@ -35,13 +34,40 @@ def test_activations_in_python(option: str) -> None:
     check_rule(transformers.activations.ACT2FN[option], torch.randn(3, 4))
 
 
-@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+# Some of the classes of one code, and of another spelling of it.
+RMS_NORMS = [
+    f"transformers.models.{package}.modeling_{package}.{name}"
+    for package, name in (
+        *(("llama", "LlamaRMSNorm"), ("mistral", "MistralRMSNorm"), ("olmo2", "Olmo2RMSNorm")),
+        *(("qwen2", "Qwen2RMSNorm"), ("qwen3", "Qwen3RMSNorm"), ("qwen2_moe", "Qwen2MoeRMSNorm")),
+        *(("qwen2_5_vl", "Qwen2_5_VLRMSNorm"), ("mamba", "MambaRMSNorm"), ("glm", "GlmRMSNorm")),
+        *(("deepseek_v3", "DeepseekV3RMSNorm"), ("gpt_oss", "GptOssRMSNorm")),
+        *(("t5", "T5LayerNorm"), ("umt5", "UMT5LayerNorm"), ("jamba", "JambaRMSNorm")),
+    )
+]
+OTHER_NORMS = [
+    "transformers.models.gemma.modeling_gemma.GemmaRMSNorm",  # 1 + γ
+    "transformers.models.convnext.modeling_convnext.ConvNextLayerNorm",
+    "transformers.models.deberta.modeling_deberta.DebertaLayerNorm",
+    "transformers.models.qwen3_next.modeling_qwen3_next.Qwen3NextRMSNormGated",
+]
+
+
+@pytest.mark.parametrize("name", OTHER_NORMS)
+def test_other_norms(name: str) -> None:
+    """What computes something else has no rule, whatever its name."""
+    state = torch.get_rng_state()
+    assert not isinstance(derivatives_of(named(name)(4)), TransformersRMSNormDerivatives)
+    assert torch.get_rng_state().equal(state)
+
+
+@pytest.mark.parametrize("name", RMS_NORMS)
 @pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
 def test_rms_norm(name: str, shape: tuple[int, ...]) -> None:
     """All are RMSNorm of torch, up to the precision that they compute in: float32."""
     torch.manual_seed(0)
     layer, twin = named(name)(4), nn.RMSNorm(4, 1e-6)
-    assert type(derivatives_of(layer)) is type(ELSEWHERE[name])
+    assert type(derivatives_of(layer)) is TransformersRMSNormDerivatives
     with torch.no_grad():
         twin.weight.copy_(layer.weight.normal_())
     X, y = torch.randn(3, *shape), torch.randint(4, (3,))

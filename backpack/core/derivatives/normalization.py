@@ -7,12 +7,14 @@ group, ``∂x̂/∂x = P / s`` with the symmetric ``P = I - 1 1ᵀ/m - x̂ x̂�
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from math import prod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from backpack.context import disable
 from backpack.core import fast
 from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, BaseDerivatives
 from backpack.core.derivatives.facts import always, constant, never
@@ -20,6 +22,7 @@ from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.derivatives.vectors import map_vectors
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
+from backpack.core.record.generators import OwnGenerators
 from backpack.core.record.registry import register
 from backpack.core.types import Changes, OfInputs, OfParams
 from backpack.core.values import at_least_single
@@ -225,33 +228,7 @@ class RMSNormDerivatives(LayerNormDerivatives):
         return torch.finfo(torch.promote_types(own, torch.float32)).eps
 
 
-def _of_transformers(package: str, prefix: str, name: str = "RMSNorm") -> str:
-    return f"transformers.models.{package}.modeling_{package}.{prefix}{name}"
-
-
-# Classes of transformers that are one module by many names.
-OF_TRANSFORMERS = [
-    *(
-        _of_transformers(prefix.lower(), prefix)
-        for prefix in (
-            *("Glm", "Glm4", "Granite", "Llama", "Ministral", "Mistral", "Mixtral", "Olmo2"),
-            *("Olmo3", "Phi3", "Pixtral", "Qwen2", "Qwen3", "SmolLM3"),
-        )
-    ),
-    *(
-        _of_transformers(prefix.lower(), prefix, "LayerNorm")
-        for prefix in ("T5", "MT5", "UMT5", "LongT5", "Pop2Piano", "Udop")
-    ),
-    _of_transformers("switch_transformers", "SwitchTransformers", "LayerNorm"),
-    _of_transformers("deepseek_v2", "DeepseekV2"),
-    _of_transformers("deepseek_v3", "DeepseekV3"),
-    _of_transformers("gpt_oss", "GptOss"),
-    _of_transformers("qwen2_moe", "Qwen2Moe"),
-    _of_transformers("qwen3_moe", "Qwen3Moe"),
-]
-
-
-@register(*OF_TRANSFORMERS)
+@register("transformers.models.*RMSNorm", "transformers.models.*LayerNorm")
 class TransformersRMSNormDerivatives(RMSNormDerivatives):
     """Derivatives of ``LlamaRMSNorm`` and its like, which compute x̂ in float32 (of doubles, too).
 
@@ -260,6 +237,19 @@ class TransformersRMSNormDerivatives(RMSNormDerivatives):
 
     min_dims = constant(2)  # batch and features
     trailing_axes = constant(1)  # features
+
+    @staticmethod
+    def suits(module_class: type[Any]) -> bool:
+        """Return whether a class computes ``γ x̂`` as ``LlamaRMSNorm`` does: most of them do."""
+        x, weight, epsilon = torch.linspace(-2, 3, 12).reshape(3, 4), torch.linspace(0.5, 2, 4), 0.1
+        with disable(), torch.no_grad(), torch.device("cpu"), OwnGenerators(), suppress(Exception):
+            module = module_class(4).float()
+            module.weight.copy_(weight)
+            module.variance_epsilon = epsilon
+            expected = weight * x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+            has_one = [name for name, _ in module.named_parameters()] == ["weight"]
+            return has_one and torch.allclose(module.forward(x), expected, rtol=1e-5)
+        return False
 
     def group_size(self, c: Context) -> int:
         """Return the number of features."""

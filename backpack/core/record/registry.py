@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
 from weakref import ref
 
@@ -24,7 +25,7 @@ REGISTRY: dict[type[Module], Rule] = {}
 _CACHE: dict[ref[type[Module]], tuple[Rule | None, Any]] = {}
 # What the classes computed when they were registered.
 _FORWARDS: dict[type[Module], Callable[..., Any]] = {}
-# Classes of other libraries, by their qualified names.
+# Classes of other libraries, by their qualified names; by patterns, where a rule knows its classes.
 ELSEWHERE: dict[str, Rule] = {}
 # For leaves that nobody has registered.
 FALLBACKS: dict[str, Rule] = {}
@@ -41,7 +42,8 @@ def register(*module_classes: type[Module] | str) -> Callable[[RuleClass], RuleC
 
     Args:
         *module_classes: Classes of ``torch.nn.Module``. One of a library that need not be there is
-            given by its qualified name.
+            given by its qualified name. That may have a ``*`` if the derivatives have a method
+            ``suits``, which tells whether a class of such a name is one of theirs.
 
     Returns:
         The decorator. A later registration of the same class replaces the earlier one.
@@ -110,7 +112,7 @@ def _look_up(module_class: type[Module]) -> tuple[Rule | None, Any]:
     overridden: set[str] = set()
     base: Any
     for base in module_class.__mro__:
-        rule = REGISTRY.get(base) or ELSEWHERE.get(f"{base.__module__}.{base.__qualname__}")
+        rule = REGISTRY.get(base) or _rule_elsewhere(base)
         if rule is not None:
             below = [c for c in base.__mro__ if issubclass(c, Module) and c is not Module]
             inherited = {name for cls in below for name in vars(cls)}
@@ -119,6 +121,16 @@ def _look_up(module_class: type[Module]) -> tuple[Rule | None, Any]:
         if not _is_of_fsdp(base):
             overridden |= {name for name, value in vars(base).items() if callable(value)}
     return None, None
+
+
+def _rule_elsewhere(module_class: type[Module]) -> Rule | None:
+    """Return the derivatives of a class of another library, which need not be there."""
+    name = f"{module_class.__module__}.{module_class.__qualname__}"
+    if name in ELSEWHERE:
+        return ELSEWHERE[name]
+    patterns: Any = (key for key in ELSEWHERE if "*" in key and fnmatchcase(name, key))
+    found: Iterator[Any] = map(ELSEWHERE.__getitem__, patterns)
+    return next((rule for rule in found if rule.suits(module_class)), None)
 
 
 def kind_of(module: Module) -> type[Module]:
