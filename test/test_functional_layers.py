@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend, extensions
 
@@ -255,3 +256,29 @@ def test_a_converted_model_inside_of_another_one(inner: Any, outer: Any) -> None
         lossfunc(plain(X), y).backward()
     assert torch.allclose(found[0], layer.weight.grad_batch)
     assert torch.allclose(found[1], layer.weight.diag_ggn_exact)
+
+
+def test_layers_that_a_checkpoint_calls() -> None:
+    """Its functions run twice in the first call, which the checkpoint does not count."""
+    layer = nn.Linear(4, CLASSES)
+    own = Functional(layer, F.linear)
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.own = nn.Linear(4, 4), own
+
+        def forward(self, x: Tensor) -> Any:
+            """[N, 4] -> [N, C]."""
+            return checkpoint(lambda x: self.own(x.sin()).exp(), self.first(x), use_reentrant=False)
+
+    model = extend(Checkpointed(), use_converter="record")
+    X, y = torch.randn(N, 4), torch.arange(N) % CLASSES
+    for _ in range(2):
+        model.zero_grad()
+        with backpack(extensions.BatchGrad()):
+            extend(nn.CrossEntropyLoss())(model(X), y).backward()
+        for p in model.parameters():
+            assert torch.allclose(p.grad_batch.sum(0), p.grad)
+    plain = nn.CrossEntropyLoss()(layer(model.first(X).sin()).exp(), y)
+    assert torch.allclose(torch.autograd.grad(plain, layer.weight)[0], layer.weight.grad)
