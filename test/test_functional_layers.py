@@ -282,3 +282,18 @@ def test_layers_that_a_checkpoint_calls() -> None:
             assert torch.allclose(p.grad_batch.sum(0), p.grad)
     plain = nn.CrossEntropyLoss()(layer(model.first(X).sin()).exp(), y)
     assert torch.allclose(torch.autograd.grad(plain, layer.weight)[0], layer.weight.grad)
+
+
+@pytest.mark.parametrize("converter", [True, "record"])
+def test_layers_of_compiled_models(converter: Any) -> None:
+    """The compiler leaves its graph where a function is recorded, as at modules."""
+    layers = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+    model = nn.Sequential(*[Functional(layer, F.linear) for layer in layers])
+    model = extend(model, use_converter=converter)
+    X, loss = torch.randn(N, 4), extend(nn.CrossEntropyLoss())
+    found = []
+    for run in (model, torch.compile(model, backend="eager")):
+        with backpack(extensions.DiagGGNExact(), extensions.BatchGrad()):
+            loss(run(X), torch.arange(N) % CLASSES).backward()
+        found.append([q for p in model.parameters() for q in (p.diag_ggn_exact, p.grad_batch)])
+    assert all(map(torch.allclose, *found))

@@ -11,6 +11,7 @@ from torch.nn import Module, ModuleList
 
 from backpack.context import disable
 from backpack.core.engine.backward_pass import BackwardPass
+from backpack.core.record.compiler import may_leave_graph, set_compiler
 from backpack.core.record.lookup import layer_of, row_of
 from backpack.core.record.tape import record
 from backpack.custom_module.function_module import FunctionModule, Slot, map_leaves
@@ -34,7 +35,17 @@ class FunctionalLayer(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Call the function: ``[N, *in] -> [N, *out]``."""
-        layer = None if torch.compiler.is_dynamo_compiling() else self._layer(x)
+        if torch.compiler.is_dynamo_compiling():
+            if may_leave_graph():
+                torch._dynamo.skip_frame()
+            return self._called(x, None)
+        compiler = set_compiler(None)  # by a function of C: others would be compiled
+        try:
+            return self._called(x, self._layer(x))
+        finally:
+            set_compiler(compiler)
+
+    def _called(self, x: Tensor, layer: Module | None) -> Tensor:
         if layer is None:
             return self.function(x, *[reader() for reader in self.readers])
         vars(layer)["_backpack_name"] = vars(self).get("_backpack_name", self.function.name)
