@@ -811,3 +811,34 @@ def test_kernel_without_a_gradient_of_the_bias_alone(monkeypatch: pytest.MonkeyP
         found.append([(*p.kfac, p.variance) for p in extended.parameters()])
     assert refused
     torch.testing.assert_close(*found)
+
+
+class OfAllRows(nn.Module):
+    """Branches on the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 4] -> [N, 3]."""
+        h = x @ self.weight
+        return h * h if x.sum() > 0 else h
+
+
+@pytest.mark.parametrize("route", [False, "record"])
+def test_samples_that_alone_are_what_others_are_not(route: Any) -> None:
+    """The first one alone may be what it is in the batch, where another one is not."""
+    told = 0
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model, X = extend(OfAllRows().double(), use_converter=route), torch.randn(3, 4).double()
+        loss = extend(nn.CrossEntropyLoss())(model(X), torch.tensor([0, 1, 2]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with backpack(extensions.BatchGrad()):
+                loss.backward()
+        if hasattr(model.weight, "grad_batch"):
+            torch.testing.assert_close(model.weight.grad_batch.sum(0), model.weight.grad)
+        told += not hasattr(model.weight, "grad_batch")
+    assert told < 10

@@ -149,9 +149,9 @@ def per_sample_products(
         )
         return transposed_products(evaluation, own, keys, rows)
 
+    shape = max(len(m) for m in mats if m is not None), len(numbers)
     if separable:
         at_once = partial(vmapped.products, evaluation, mats, keys, inputs)
-        shape = max(len(m) for m in mats if m is not None), len(numbers)
         found = vmapped.if_right(evaluation, shape, at_once, combined)
         if found is not None:
             return found
@@ -161,6 +161,9 @@ def per_sample_products(
         parts = [one[key] for one in each]
         known = [part for part in parts if part is not None]
         results[key] = torch.stack(known, 1) if len(known) == len(parts) else None
+    if separable and not vmapped.are_right(evaluation, shape, results, combined):
+        evaluation.c.saved["separable"] = False  # some samples alone are what others are not
+        return per_sample_products(evaluation, mats, keys, rows, numbers)
     return results
 
 

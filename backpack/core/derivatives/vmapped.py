@@ -21,6 +21,8 @@ VMAP = fast.path("samples by vmap", "Autograd differentiates for many samples at
 # Entries of inputs and outputs of the samples that vmap treats at once, times vectors.
 CHUNK_ENTRIES = 2**24
 Several = Sequence[Tensor | None]  # tensors, None for zero
+# Combines with weights of the vectors and of the samples: ``[1, *]`` by key.
+Combined = Callable[[Tensor, Tensor], Mapping[Any, Tensor | None]]
 
 
 def gradients(*args: Any, **options: Any) -> Any:
@@ -83,12 +85,9 @@ def if_right(
     evaluation: Evaluation,
     shape: tuple[int, int],
     compute: Callable[[], dict[Any, Any]],
-    combined: Callable[[Tensor, Tensor], Mapping[Any, Tensor | None]],
+    combined: Combined,
 ) -> dict[Any, Any] | None:
-    """Return results of ``vmap``, ``[V, N, *]`` by key; None if there are none that are right.
-
-    What is ``combined`` with weights of the vectors and of the samples is ``[1, *]``.
-    """
+    """Return results of ``vmap``, ``[V, N, *]`` by key; None if there are none that are right."""
     if not VMAP.is_on or shape[1] < 2:
         return None
     try:
@@ -98,6 +97,13 @@ def if_right(
     # sums over axes of one entry are no error of torch
     if any(each is not None and each.shape[:2] != shape for each in found.values()):
         return None
+    return found if are_right(evaluation, shape, found, combined) else None
+
+
+def are_right(
+    evaluation: Evaluation, shape: tuple[int, int], found: Mapping[Any, Any], combined: Combined
+) -> bool:
+    """Whether a combination of results is the product of that combination."""
     vectors, samples = map(_drawn_weights, shape)
     exact = combined(vectors, samples)
     both: list[Tensor | None] = []
@@ -110,7 +116,7 @@ def if_right(
         else:  # these have products of their own
             both.append(weighted(summed(each, vectors), samples, 0).movedim(0, axis)[None])
     of = [*evaluation.inputs, *map(evaluation.value, found)]
-    return found if _agree(both, [exact[key] for key in found], of) else None
+    return _agree(both, [exact[key] for key in found], of)
 
 
 def _agree(found: Several, exact: Several, of: Sequence[Any]) -> bool:

@@ -134,7 +134,7 @@ def draws_nothing(function: Callable[..., Any] | str) -> bool:
         function = getattr(Tensor, function, draws_nothing)
     name = getattr(function, "__name__", "")
     own = [getattr(space, name, None) for space in (torch, Tensor, torch._C._nn)]
-    packet = getattr(torch.ops.aten, name, None)
+    packet = None if name.startswith("__") else getattr(torch.ops.aten, name, None)
     if packet is None or function not in own or not isinstance(function, _OF_C):
         return False
     return not any(_may_draw(getattr(packet, overload)) for overload in packet.overloads())
