@@ -1749,7 +1749,8 @@ def test_chosen_rows_are_those_of_the_loss(
         torch.manual_seed(3)
         model, loss = extend(model, use_converter="record"), extend(setting.build(reduction))
         try:
-            with backpack(ext()):
+            with backpack(ext()), warnings.catch_warnings():
+                warnings.filterwarnings("error", ".*a hook")
                 loss(model(X), *arguments).backward()
         except (ValueError, NotImplementedError) as error:
             return [type(error)]

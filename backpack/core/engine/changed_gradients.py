@@ -97,8 +97,10 @@ def find_changed(plan: Plan, functions: Collection[Visit]) -> list[Visit]:
     cotangents: dict[Origin, Factor] = {}
     for call in readers:
         grads = call.gradients()
-        known = [g for g in grads if g is not None]
-        if not known or call.is_unbatched or call.derivatives is None:
+        rule, places = call.derivatives, map(call.place_in, range(len(call.inputs)))
+        is_known = rule is not None and not call.is_unbatched and any(g is not None for g in grads)
+        # a loss of chosen rows is about these as they are
+        if not is_known or (rule.is_loss and any(p and p.is_scattered for p in places)):
             suspects = {o: maker for o, maker in suspects.items() if o not in call.origins_in}
             continue
         columns = [g if g is None else g.unsqueeze(0) for g in grads]
