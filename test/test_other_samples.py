@@ -247,6 +247,8 @@ def test_functions_that_torch_does_not_show() -> None:
 def test_what_ran_is_looked_at_now_and_then_and_forgotten() -> None:
     """In passes whose number is a power of two."""
     model, X = extend(nn.Linear(5, 3)), torch.randn(N, 5)
+    other = extend(nn.BatchNorm1d(3))  # of another model, and not a number
+    other.running_mean.fill_(torch.nan)  # type: ignore[union-attr]
     optimiser = DPSGD(model.parameters(), **options())
     program = optimiser.extension.program
     kept = []

@@ -194,7 +194,7 @@ class _Batch:
             if value == again != new:
                 self.why = f"numbers taken before the loss was computed ({name})"
         for what, kept in state.items():
-            if not torch.equal(kept, self.state[what]):
+            if not _are_same(kept, self.state.get(what, kept)):  # others may be gone by now
                 self.why = f"{what} that the batch has changed: a later one may read it"
         return list(found)
 
@@ -278,6 +278,11 @@ class _Batch:
         self.depends.add(id(x))
         self.shapes.append([*x.shape])
         return True
+
+
+def _are_same(x: Tensor, y: Tensor) -> bool:
+    """Whether all entries are the same, of which some may be NaN."""
+    return x.shape == y.shape and bool(((x == y) | (x.isnan() & y.isnan())).all())
 
 
 def _is_unseen(x: Tensor) -> bool:
