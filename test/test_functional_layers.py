@@ -297,3 +297,20 @@ def test_layers_of_compiled_models(converter: Any) -> None:
             loss(run(X), torch.arange(N) % CLASSES).backward()
         found.append([q for p in model.parameters() for q in (p.diag_ggn_exact, p.grad_batch)])
     assert all(map(torch.allclose, *found))
+
+
+@pytest.mark.parametrize("route", ["trace", "record"])
+def test_a_class_that_computes_something_else_by_now(
+    route: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Functions are what they are."""
+    model = nn.Sequential(Functional(nn.Linear(3, CLASSES), F.linear), nn.Tanh())
+    X, y = torch.randn(N, 3), torch.randint(CLASSES, (N,))
+    truth, expected = oracle.batch_grad(model, nn.CrossEntropyLoss(), X, y), model(X)
+    model, lossfunc = extend(model, use_converter=route), extend(nn.CrossEntropyLoss())
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 0 * x)
+    output = model(X)
+    with backpack(extensions.BatchGrad()):
+        lossfunc(output, y).backward()
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close([p.grad_batch for p in model.parameters()], truth)

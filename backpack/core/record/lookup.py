@@ -22,6 +22,7 @@ from backpack.core.record.conversions import Apply
 from backpack.core.record.data_notes import layout_of, running
 from backpack.core.record.functions import TABLE, Row
 from backpack.core.record.kinds import MOVES, TENSOR, TENSORS, UNKNOWN, VALUE, Kind, kind
+from backpack.core.record.registry import derivatives_of
 from backpack.custom_module.function_module import FunctionModule, Slot
 
 NAMESPACES = {"F": F, "operator": operator, "builtins": builtins, "math": math}
@@ -283,6 +284,8 @@ def layer_of(row: Row | None, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     layer = None if row is None or row.layer is None else row.layer(*args, **kwargs)
     layout = None if layer is None else layout_of(args[0] if args else kwargs.get("input"))
     if layer is None or layout is None or not layout.is_batched:
+        return None
+    if derivatives_of(layer) is None:  # a program has replaced what its class computes
         return None
     is_given = any(id(p) in inputs.rows for p in layer.parameters() for inputs in running())
     return None if is_given else layer
