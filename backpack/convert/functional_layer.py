@@ -14,7 +14,7 @@ from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.record.compiler import may_leave_graph, set_compiler
 from backpack.core.record.lookup import layer_of, row_of
 from backpack.core.record.tape import record
-from backpack.custom_module.function_module import FunctionModule, Slot, map_leaves
+from backpack.custom_module.function_module import FunctionModule
 from backpack.custom_module.parameter_module import ParameterModule
 
 
@@ -38,27 +38,21 @@ class FunctionalLayer(Module):
         if torch.compiler.is_dynamo_compiling():
             if may_leave_graph():
                 torch._dynamo.skip_frame()
-            return self._called(x, None)
+            return self._as_function(x)
         compiler = set_compiler(None)  # by a function of C: others would be compiled
         try:
-            return self._called(x, self._layer(x))
+            given = x, *[reader.parameter for reader in self.readers]
+            layer = layer_of(row_of(self.function.function), *self.function.arguments(*given))
+            return self._as_function(x) if layer is None else self._as_layer(layer, given)
         finally:
             set_compiler(compiler)
 
-    def _called(self, x: Tensor, layer: Module | None) -> Tensor:
-        if layer is None:
-            return self.function(x, *[reader() for reader in self.readers])
+    def _as_function(self, x: Tensor) -> Tensor:
+        return self.function(x, *[reader() for reader in self.readers])
+
+    def _as_layer(self, layer: Module, given: Sequence[Any]) -> Tensor:
         vars(layer)["_backpack_name"] = vars(self).get("_backpack_name", self.function.name)
         with disable():  # a model around it may record functions
-            y = layer.forward(x)
-        seen = record(layer, (x,), {}, y, BackwardPass.reached, BackwardPass.missed)
+            y = self.function.forward(*given)
+        seen = record(layer, (given[0],), {}, y, BackwardPass.reached, BackwardPass.missed)
         return y if seen is None else seen
-
-    def _layer(self, x: Tensor) -> Module | None:
-        given = x, *[reader.parameter for reader in self.readers]
-
-        def fill(leaf: Any) -> Any:
-            return given[leaf.index] if isinstance(leaf, Slot) else leaf
-
-        arguments = map_leaves(fill, (self.function.args, self.function.kwargs))
-        return layer_of(row_of(self.function.function), *arguments)

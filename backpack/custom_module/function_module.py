@@ -90,15 +90,19 @@ class FunctionModule(Module):
         self.name = name or (function if isinstance(function, str) else function.__name__)
         self.known = known
 
-    def forward(self, *inputs: Any) -> Any:
-        """Call the function; inputs are what the slots stand for: tensors, numbers, shapes, ..."""
+    def arguments(self, *inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what the function is called with: inputs are what the slots stand for."""
 
         def fill(leaf: Any) -> Any:
             if isinstance(leaf, Slot):
                 return inputs[leaf.index]
             return self.training if isinstance(leaf, Training) else leaf
 
-        args, kwargs = map_leaves(fill, self.args), map_leaves(fill, self.kwargs)
+        return map_leaves(fill, self.args), map_leaves(fill, self.kwargs)
+
+    def forward(self, *inputs: Any) -> Any:
+        """Call the function; inputs are what the slots stand for: tensors, numbers, shapes, ..."""
+        args, kwargs = self.arguments(*inputs)
         if isinstance(self.function, str):
             return getattr(args[0], self.function)(*args[1:], **kwargs)
         return self.function(*args, **kwargs)
