@@ -2084,3 +2084,24 @@ def test_language_model_without_converter() -> None:
     found = [m for m in warnings_of(program) if "their numbers differ" in m]
     (message,) = found
     assert re.search(r"'wpe' \(Embedding\) has 1, '.*' \(LayerNorm\) 3", message)
+
+
+def test_rows_that_are_no_samples_are_told_by_second_order() -> None:
+    """As by individual gradients: functions before the first layer leave no trace."""
+
+    class Moved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x[None]).transpose(0, 1)
+
+    model, lossfunc = extend(Moved()), extend(nn.MSELoss())
+    X, y = torch.rand(5, 2, 3), torch.rand(5, 1, 2, 4)
+    told = r"individual results of BatchDiagGGNExact.*'layer' \(Linear\) has 1, the data .* 5"
+    with pytest.warns(UserWarning, match=told), backpack(extensions.BatchDiagGGNExact()):
+        lossfunc(model(X), y).backward()
+    with warnings.catch_warnings(), backpack(extensions.DiagGGNExact()):  # a sum over them is right
+        warnings.simplefilter("error")
+        lossfunc(model(X), y).backward()

@@ -9,7 +9,7 @@ The nodes are called for that one by one. The engine would run hooks, and reach 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
@@ -90,6 +90,13 @@ class Verdict(NamedTuple):
 
     apart: bool | None
     values: list[float | Tensor] | None = None
+
+
+OTHER_ROWS = (
+    "The individual {} of some layers are not those of samples. A layer takes the rows of its "
+    "input for the samples of the batch, but their numbers differ: {} (a table of positions has "
+    "one, merged axes have more). Use extend(model, use_converter=True), which follows the samples."
+)
 
 
 class SampleFlow:
@@ -479,12 +486,7 @@ class SampleFlow:
             )
         if sizes and results:
             names = checks.listed([*reversed(sizes)])
-            warn(
-                "The individual gradients of some layers are not those of samples. A layer takes "
-                "the rows of its input for the samples of the batch, but their numbers differ: "
-                f"{names} (a table of positions has one, merged axes have more). "
-                "Use extend(model, use_converter=True), which follows the samples.",
-            )
+            warn(OTHER_ROWS.format("gradients", names))
             marks["_backpack_mixing"] = f"layers whose rows are no samples ({names})"
         elif self.split and results:
             names = checks.listed([*reversed(self.split)])
@@ -516,6 +518,18 @@ class SampleFlow:
         if unknown:
             marks["_backpack_undecided"] = checks.listed(unknown)
         return marks
+
+    def tell_other_rows(self, calls: Iterable[Visit], exts: Sequence[Extension]) -> None:
+        """Warn of second-order results of each sample where the rows of layers are others."""
+        for call in calls:
+            is_loss = isinstance(call.derivatives, BaseLossDerivatives)
+            if call.trained and not (is_loss or call.is_followed or call.is_unbatched):
+                self.axes.add(_axis(call, 0, out=True))
+                self.layers.setdefault(_samples_of(call), []).append(call.called)
+        self._compare_sizes()
+        if self.sizes:
+            names = checks.listed([*reversed(self.sizes)])
+            warn(OTHER_ROWS.format(f"results of {names_of(exts)}", names))
 
     def _compare_sizes(self) -> None:
         """Compare the samples of layers with those of the models that they are part of."""

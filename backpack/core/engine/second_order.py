@@ -100,6 +100,9 @@ class SecondOrder:
             warn(CHANGED.format(names_of(exts), checks.listed([*self._changed])))
         if sample_flow is not None:
             self._tell_uncalled_layers(plan, sample_flow)
+            of_samples = [ext for ext in exts if "batch_square" in ext.needs]
+            if of_samples and not sample_flow.layers:  # else first order has looked at them
+                sample_flow.tell_other_rows(plan.everything, of_samples)
         separate_samples(plan)
         groups = _grouped(
             exts,
