@@ -78,3 +78,12 @@ def nothing_stays_recorded(request: pytest.FixtureRequest) -> Iterator[None]:
     if not request.session.testsfailed:
         assert not alive.all_live_calls()
     gc.freeze()  # what the library remembers of shapes
+
+
+@pytest.fixture
+def double_precision() -> Iterator[None]:
+    """Build everything in float64, repeatably."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

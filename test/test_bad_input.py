@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -49,13 +49,7 @@ def each(exts: list[Any]) -> Any:
     return pytest.mark.parametrize("ext", exts, ids=lambda ext: ext.__name__)
 
 
-@pytest.fixture(autouse=True)
-def double_precision() -> Iterator[None]:
-    """Build everything in float64, repeatably."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def mlp() -> nn.Sequential:

@@ -10,7 +10,7 @@ import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -43,13 +43,7 @@ TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
 N = 4
 
 
-@pytest.fixture(autouse=True)
-def double_precision() -> Iterator[None]:
-    """Build everything in float64, repeatably."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def mlp(activation: type[nn.Module] = nn.Sigmoid) -> nn.Sequential:

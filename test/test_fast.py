@@ -231,15 +231,6 @@ def small_is_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _CACHE.clear()
 
 
-@pytest.fixture
-def doubles() -> Iterator[None]:
-    """Build everything in float64, repeatably."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def quantities(model: nn.Module, loss: nn.Module, *batch: Tensor) -> Values:
     """Compute all quantities, and the gradient where it is the sum of individual gradients."""
     found: Values = [{} for _ in oracle.trainable(model)]
@@ -550,7 +541,7 @@ OTHERS: dict[str, tuple[type[nn.Module], Any, Callable[[], nn.Sequential]]] = {
 
 @pytest.mark.parametrize("reused", [False, True], ids=["once", "reused"])
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_subclass_with_other_mathematics(name: str, reused: bool, doubles: None) -> None:
+def test_a_subclass_with_other_mathematics(name: str, reused: bool, double_precision: None) -> None:
     """It inherits no shortcut of what it overrides; with a reused layer, products are summed."""
     kind, rule, build = OTHERS[name]
     register(kind)(rule)
@@ -581,7 +572,7 @@ def test_a_subclass_with_other_mathematics(name: str, reused: bool, doubles: Non
             torch.testing.assert_close(values["kflr"][0], block, **ORACLE)
 
 
-def test_kronecker_factors_follow_from_the_pairs(doubles: None) -> None:
+def test_kronecker_factors_follow_from_the_pairs(double_precision: None) -> None:
     """With ``2W`` as the weight, each column at a weight is twice as long."""
     register(Doubled)(DoubledDerivatives)
     model = OTHERS["linear"][2]()
@@ -598,7 +589,7 @@ def test_kronecker_factors_follow_from_the_pairs(doubles: None) -> None:
             torch.testing.assert_close(mine[field], scaled, **ORACLE)
 
 
-def test_a_rule_of_a_parameter_is_asked(doubles: None) -> None:
+def test_a_rule_of_a_parameter_is_asked(double_precision: None) -> None:
     """A rule that overrides the product itself, whatever the pairs say."""
 
     class Negative(LinearDerivatives):

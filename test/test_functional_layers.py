@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import oracle
@@ -18,13 +18,7 @@ from backpack import backpack, extend, extensions
 N, POSITIONS, CLASSES = 4, 5, 3
 
 
-@pytest.fixture(autouse=True)
-def double_precision() -> Iterator[None]:
-    """Build everything in float64, repeatably."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 class Functional(nn.Module):

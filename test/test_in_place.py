@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,13 +25,7 @@ FORWARDS: dict[str, Middle] = {}
 JOINED, VIEWED = set[str](), set[str]()
 
 
-@pytest.fixture(autouse=True)
-def double_precision() -> Iterator[None]:
-    """Build everything in float64, repeatably."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 class Net(nn.Module):

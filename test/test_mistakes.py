@@ -45,13 +45,7 @@ from backpack.optim import DPSGD, KFAC, DiagGGN
 N = 5
 
 
-@pytest.fixture(autouse=True)
-def double_precision() -> Iterator[None]:
-    """Build everything in float64, repeatably."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def mlp() -> nn.Sequential:

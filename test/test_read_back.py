@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import reduce
 from typing import Any
@@ -22,18 +22,10 @@ N, T, C = 3, 5, 4
 
 # Else a checkpoint may hold what nodes have stored: it is not looked at.
 TELLS = is_unpacked(torch.ones(1, requires_grad=True).exp().grad_fn)
-pytestmark = pytest.mark.skipif(
-    not TELLS, reason="PyTorch does not tell whether hooks hold tensors"
-)
-
-
-@pytest.fixture(autouse=True)
-def double_precision() -> Iterator[None]:
-    """Build everything in float64, repeatably."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = [
+    pytest.mark.usefixtures("double_precision"),
+    pytest.mark.skipif(not TELLS, reason="PyTorch does not tell whether hooks hold tensors"),
+]
 
 
 def quantities_agree(

@@ -259,11 +259,11 @@ class _Converter:
 
     def _drop_readers(self) -> None:
         """Drop what has read parameters of layers, which read them themselves."""
-        unused = [str(node.target) for node in self.state.values() if not node.users]
+        unused = {str(node.target): node for node in self.state.values() if not node.users}
         self.conversions = [one for one in self.conversions if one.name not in unused]
-        for node in [node for node in self.state.values() if not node.users]:
+        for name, node in unused.items():
             self.graph.erase_node(node)
-            delattr(self.root, str(node.target))
+            delattr(self.root, name)
 
     def _drop_unused(self) -> None:
         """Drop functions whose result nobody uses, unless they do something else, too."""
