@@ -2278,11 +2278,10 @@ def test_gradients_out_of_range_are_not_changed_ones(
 
     A gradient scaler tries with large scales first.
     """
-    conv, linear = extend(nn.Conv2d(2, 3, 3).to(dtype)), extend(nn.Linear(12, 3).to(dtype))
-    lossfunc = extend(nn.CrossEntropyLoss())
+    layers = [nn.Conv2d(2, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 3)]
+    model, lossfunc = extend(nn.Sequential(*layers).to(dtype)), extend(nn.CrossEntropyLoss())
     with torch.autocast("cpu", dtype=torch.float16, enabled=autocasts):
-        h = conv(torch.randn(4, 2, 6, 6, dtype=dtype)).relu()
-        loss = lossfunc(linear(nn.functional.max_pool2d(h, 2).flatten(1)), torch.arange(4) % 3)
+        loss = lossfunc(model(torch.randn(4, 2, 6, 6, dtype=dtype)), torch.arange(4) % 3)
     with warnings.catch_warnings(), backpack(extensions.DiagHessian()):
         warnings.simplefilter("error")
         (scale * loss).backward()
