@@ -2080,22 +2080,65 @@ def test_language_model_without_converter() -> None:
     assert re.search(r"'wpe' \(Embedding\) has 1, '.*' \(LayerNorm\) 3", message)
 
 
-def test_rows_that_are_no_samples_are_told_by_second_order() -> None:
-    """As by individual gradients: functions before the first layer leave no trace."""
+class Moved(nn.Module):
+    """A layer between functions of data and functions of its output."""
 
-    class Moved(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 4)
+    def __init__(self, before: Callable[[Tensor], Tensor], behind: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.before, self.behind = before, behind
+        self.layer, self.act = nn.Linear(3, 4), nn.Tanh()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x[None]).transpose(0, 1)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.behind(self.act(self.layer(self.before(x))), x.shape[0])
 
-    model, lossfunc = extend(Moved()), extend(nn.MSELoss())
-    X, y = torch.rand(5, 2, 3), torch.rand(5, 1, 2, 4)
-    told = r"individual results of BatchDiagGGNExact.*'layer' \(Linear\) has 1, the data .* 5"
-    with pytest.warns(UserWarning, match=told), backpack(extensions.BatchDiagGGNExact()):
-        lossfunc(model(X), y).backward()
-    with warnings.catch_warnings(), backpack(extensions.DiagGGNExact()):  # a sum over them is right
-        warnings.simplefilter("error")
-        lossfunc(model(X), y).backward()
+
+BEFORE_AND_BEHIND: dict[str, tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]] = {
+    "as they are": (lambda x: x, lambda h, n: h),
+    "an axis in front": (lambda x: x[None], lambda h, n: h.transpose(0, 1)),
+    "merged": (lambda x: x.flatten(0, 1), lambda h, n: h.view(n, -1)),
+    "transposed": (lambda x: x.transpose(0, 1), lambda h, n: h.transpose(0, 1)),
+}
+OF_SAMPLES: dict[str, Callable[[], Any]] = {
+    "BatchDiagGGNExact": extensions.BatchDiagGGNExact,
+    "BatchDiagHessian": extensions.BatchDiagHessian,
+    "DiagGGNExact": extensions.DiagGGNExact,
+    "DiagGGNExact of one": lambda: extensions.DiagGGNExact(subsampling=[0]),
+    "KFLR": extensions.KFLR,
+    "KFLR, expand": lambda: extensions.KFLR(approximation="expand"),
+    "KFLR, reduce": lambda: extensions.KFLR(approximation="reduce"),
+    "SqrtGGNExact": extensions.SqrtGGNExact,
+}
+
+
+@pytest.mark.parametrize("steps", [2, 5])  # as many as there are samples
+@pytest.mark.parametrize("name", OF_SAMPLES)
+@pytest.mark.parametrize("functions", BEFORE_AND_BEHIND)
+def test_rows_that_are_no_samples_are_told_by_second_order(
+    functions: str, name: str, steps: int
+) -> None:
+    """There is a warning if, and only if, a model that follows the samples has other results."""
+    model = Moved(*BEFORE_AND_BEHIND[functions]).double()
+    X = torch.rand(5, steps, 3, dtype=torch.float64)
+    y = torch.rand_like(model(X))
+
+    def result(model: nn.Module) -> tuple[list[Tensor], list[str]]:
+        loss = extend(nn.MSELoss())(model(X), y)
+        ext = OF_SAMPLES[name]()
+        with warnings.catch_warnings(record=True) as told, backpack(ext):
+            warnings.simplefilter("always")
+            loss.backward()
+        found = getattr(dict(model.named_parameters())["layer.weight"], ext.savefield)
+        return found if isinstance(found, list) else [found], [str(w.message) for w in told]
+
+    expected, nothing = result(extend(copy.deepcopy(model), use_converter=True))
+    assert not nothing
+    found, told = result(extend(model))
+    is_same = all(
+        x.shape == y.shape and torch.allclose(x, y) for x, y in zip(found, expected, strict=True)
+    )
+    if is_same:
+        assert not told
+    else:
+        (message,) = told
+        kind = name.split()[0].rstrip(",")
+        assert re.match(rf"{kind}: some samples are others.*use_converter=True", message)

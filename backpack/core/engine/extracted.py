@@ -130,6 +130,11 @@ OVER_PARTS = REDUCTIONS | dict.fromkeys(
 UNSLICED = frozenset({"factored"})
 # What Kronecker factors are made of, and what is made of them.
 KRONECKER = frozenset({*GRAMS.values(), *OF_INPUTS, *IN_BASES, IDENTITY})
+# What depends on which entries of a tensor belong to one sample.
+OF_SAMPLES = frozenset(name for name, of in REDUCTIONS.items() if of.sample_axis is not None)
+OF_SAMPLES |= {"factored", INPUT_FACTORS["reduce"], JOINT_FACTORS["reduce"]}
+# What depends on how many samples there are: averages over them.
+OF_COUNTS = frozenset({INPUT_FACTORS[None], JOINT_FACTORS[None]})
 # What comes with other quantities, or is made for extensions of the library: no message offers it.
 UNNAMED = KRONECKER - {GRAMS[None]} | {ARRIVED}
 

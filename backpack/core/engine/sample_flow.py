@@ -9,7 +9,7 @@ The nodes are called for that one by one. The engine would run hooks, and reach 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
@@ -93,9 +93,9 @@ class Verdict(NamedTuple):
 
 
 OTHER_ROWS = (
-    "The individual {} of some layers are not those of samples. A layer takes the rows of its "
-    "input for the samples of the batch, but their numbers differ: {} (a table of positions has "
-    "one, merged axes have more). Use extend(model, use_converter=True), which follows the samples."
+    "A layer takes the rows of its input for the samples of the batch, but their numbers differ: "
+    "{} (a table of positions has one, merged axes have more). Use extend(model, "
+    "use_converter=True), which follows the samples."
 )
 
 
@@ -300,9 +300,7 @@ class SampleFlow:
             if mark in self.next:
                 after = self.next[mark]
         if call.trained and not is_loss and not call.is_unbatched:
-            own = _samples_of(call)
-            self.axes.add(_axis(call, 0, out=True))
-            self.layers.setdefault(own, []).append(call.called)
+            own = self.note_samples(call)
             if after is not None and after[1] != own and not _are_tied(call, after[0]):
                 self._note_size(call, own, *after)
             after = call, own
@@ -313,7 +311,7 @@ class SampleFlow:
         for i, mark in enumerate(call.origins_in):
             if mark is None:
                 if not is_loss:
-                    self._check_data(call, i)
+                    self.check_data(call, i)
                 continue
             path = paths.get(i)
             marks = [mark] if path is None else path.sources.values()
@@ -325,7 +323,14 @@ class SampleFlow:
             elif is_loss:
                 self._check_loss(call, i, mark)
 
-    def _check_data(self, call: Visit, i: int) -> None:
+    def note_samples(self, call: Visit, known: int = 0) -> int:
+        """Note how many samples a layer takes its output to have, if that is not known."""
+        own = known or _samples_of(call)
+        self.axes.add(_axis(call, 0, out=True))
+        self.layers.setdefault(own, []).append(call.called)
+        return own
+
+    def check_data(self, call: Visit, i: int) -> None:
         """Notice that the memory of data says that the samples are elsewhere."""
         x = call.inputs[i]
         if not (self.given and isinstance(x, Tensor) and x.dim()) or isinstance(x, Parameter):
@@ -468,7 +473,7 @@ class SampleFlow:
         The backward pass has a ``start`` in the order of the calls. Without results that it has
         written, there is nothing to warn of.
         """
-        self._compare_sizes()
+        self.compare_sizes()
         marks: dict[str, Any] = {}
         terms = None if self.entry is None else self.entry.terms
         sizes, hidden = self.sizes, self._mixing_without_gradient(start)
@@ -486,7 +491,10 @@ class SampleFlow:
             )
         if sizes and results:
             names = checks.listed([*reversed(sizes)])
-            warn(OTHER_ROWS.format("gradients", names))
+            warn(
+                "The individual gradients of some layers are not those of samples. "
+                + OTHER_ROWS.format(names)
+            )
             marks["_backpack_mixing"] = f"layers whose rows are no samples ({names})"
         elif self.split and results:
             names = checks.listed([*reversed(self.split)])
@@ -519,19 +527,7 @@ class SampleFlow:
             marks["_backpack_undecided"] = checks.listed(unknown)
         return marks
 
-    def tell_other_rows(self, calls: Iterable[Visit], exts: Sequence[Extension]) -> None:
-        """Warn of second-order results of each sample where the rows of layers are others."""
-        for call in calls:
-            is_loss = isinstance(call.derivatives, BaseLossDerivatives)
-            if call.trained and not (is_loss or call.is_followed or call.is_unbatched):
-                self.axes.add(_axis(call, 0, out=True))
-                self.layers.setdefault(_samples_of(call), []).append(call.called)
-        self._compare_sizes()
-        if self.sizes:
-            names = checks.listed([*reversed(self.sizes)])
-            warn(OTHER_ROWS.format(f"results of {names_of(exts)}", names))
-
-    def _compare_sizes(self) -> None:
+    def compare_sizes(self) -> None:
         """Compare the samples of layers with those of the models that they are part of."""
         sizes = {given: given.sizes(self.axes) for given in self.given}
         for own, layers in self.layers.items():

@@ -15,6 +15,7 @@ from backpack.core.engine.combining import Combining
 from backpack.core.engine.extracted import names_of
 from backpack.core.engine.first_order import unsupported_reasons
 from backpack.core.engine.modified_losses import check_losses
+from backpack.core.engine.other_rows import tell_other_rows
 from backpack.core.engine.plan import Plan, set_apart
 from backpack.core.engine.propagations import UserRules
 from backpack.core.engine.read_back import ReadBack
@@ -100,9 +101,8 @@ class SecondOrder:
             warn(CHANGED.format(names_of(exts), checks.listed([*self._changed])))
         if sample_flow is not None:
             self._tell_uncalled_layers(plan, sample_flow)
-            of_samples = [ext for ext in exts if "batch_square" in ext.needs]
-            if of_samples and not sample_flow.layers:  # else first order has looked at them
-                sample_flow.tell_other_rows(plan.everything, of_samples)
+            if not sample_flow.layers:  # else first order has looked at them
+                tell_other_rows(sample_flow, plan, exts)
         separate_samples(plan)
         groups = _grouped(
             exts,
