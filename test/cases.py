@@ -56,6 +56,7 @@ from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.custom_module.scale_module import ScaleModule
 from backpack.custom_module.slicing import Slicing
 from backpack.custom_module.stochastic_depth import StochasticDepth
+from backpack.custom_module.transposed_linear import TransposedLinear
 
 N = 3
 Shape = tuple[int, ...]
@@ -333,7 +334,8 @@ def network(
 def _linear_cases() -> list[Case]:
     shapes: list[Shape] = [(4,), (2, 4), (2, 2, 4)]
     return [
-        module_case(nn.Linear, shape, 4, 3, tags="linear", **kwargs)
+        module_case(layer, shape, 4, 3, tags="linear", **kwargs)
+        for layer in (nn.Linear, TransposedLinear)
         for shape in shapes
         for kwargs in ({}, {"bias": False})
     ]

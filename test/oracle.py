@@ -39,6 +39,7 @@ CONV_TRANSPOSE = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 EMBEDDING = (nn.Embedding, nn.EmbeddingBag)
 # their weights have two Kronecker factors
 KRON = (nn.Linear, *CONV, *CONV_TRANSPOSE, *EMBEDDING)
+TRANSPOSED = "TransposedLinear"  # x W + b, a module of the library
 
 
 @contextmanager
@@ -264,7 +265,7 @@ def _record_calls(model: nn.Module, X: Tensor) -> tuple[Tensor, list[Call]]:
         calls.append(Call(module, x.movedim(_batch_axis(module), 0), output))
         return output.clone()  # an in-place module behind must not overwrite `output`
 
-    handles = [m.register_forward_hook(hook) for m in model.modules() if isinstance(m, KRON)]
+    handles = [m.register_forward_hook(hook) for m in model.modules() if _has_factors(m)]
     try:
         return model(X), calls
     finally:
@@ -359,6 +360,21 @@ def pch_blocks(
 # --------------------------------------------------------------------------------------
 
 
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a module is a linear layer that stores its weight as [I, O]."""
+    return type(module).__name__ == TRANSPOSED
+
+
+def _has_factors(module: nn.Module) -> bool:
+    """Whether the weight of a module has two Kronecker factors."""
+    return isinstance(module, KRON) or is_transposed(module)
+
+
+def _is_input_first(module: nn.Module) -> bool:
+    """Whether the first axis of a weight is that of the inputs."""
+    return isinstance(module, EMBEDDING) or is_transposed(module)
+
+
 def unfold_input(module: nn.Module, x: Tensor) -> Tensor:
     """Return the vectors that the weight is multiplied with, per group: [N, G, a, T].
 
@@ -368,7 +384,7 @@ def unfold_input(module: nn.Module, x: Tensor) -> Tensor:
     """
     if isinstance(module, EMBEDDING):
         return _one_hot(module, x).transpose(1, 2).unsqueeze(1)
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) or is_transposed(module):
         return x.reshape(x.shape[0], 1, -1, x.shape[-1]).transpose(2, 3)
 
     N, inputs = x.shape[:2]
@@ -429,7 +445,7 @@ def _padding(conv: nn.Module) -> list[int]:
 def _sum_positions(module: nn.Module, s: Tensor) -> Tensor:
     """Sum a factor [B, *out] over the positions: [B, G, O/G] (G = 1 unless transposed)."""
     s = s.movedim(_batch_axis(module), 0)
-    if isinstance(module, (nn.Linear, *EMBEDDING)):
+    if isinstance(module, (nn.Linear, *EMBEDDING)) or is_transposed(module):
         return s.reshape(s.shape[0], 1, -1, s.shape[-1]).sum(2)
     G = module.groups if isinstance(module, CONV_TRANSPOSE) else 1
     return s.reshape(s.shape[0], G, s.shape[1] // G, -1).sum(3)
@@ -442,9 +458,9 @@ def _kron_uses(p: Tensor, calls: list[Call], model: nn.Module) -> list[Call]:
         for m in model.modules()
         if any(q is p for q in m._parameters.values()) and not isinstance(m, nn.ParameterList)
     ]
-    if not all(isinstance(m, KRON) and m.weight is p for m in owners):
+    if not all(_has_factors(m) and m.weight is p for m in owners):
         return []
-    if len({isinstance(m, EMBEDDING) for m in owners}) > 1:  # the factors have no common order
+    if len({_is_input_first(m) for m in owners}) > 1:  # the factors have no common order
         return []
     return [call for call in calls if call.module in owners]
 
@@ -465,7 +481,7 @@ def _arriving(f: Tensor, column: Tensor, uses: list[Call]) -> Tensor:
 def _in_order(B: Tensor, uses: list[Call]) -> list[Tensor]:
     """Return the Kronecker factors in the order of the weight's axes."""
     factors = [B, _input_factor(uses)]
-    return factors[::-1] if isinstance(uses[0].module, EMBEDDING) else factors
+    return factors[::-1] if _is_input_first(uses[0].module) else factors
 
 
 def kflr(model: nn.Module, lossfunc: Loss, X: Tensor, y: Tensor) -> list[list[Tensor]]:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend, extensions
+from backpack.custom_module.transposed_linear import TransposedLinear
 
 N, POSITIONS, CLASSES = 4, 5, 3
 
@@ -43,6 +44,21 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...], Callable[..., Tensor]]] = {
         nn.Linear(6, 2, bias=False),
         (6,),
         lambda x, weight: F.linear(weight=weight, input=x),
+    ),
+    "product": (
+        TransposedLinear(6, 2, bias=False),
+        (6,),
+        lambda x, weight: x @ weight,
+    ),
+    "product of positions": (
+        TransposedLinear(6, 2, bias=False),
+        (POSITIONS, 6),
+        lambda x, weight: torch.matmul(x, other=weight),
+    ),
+    "mm": (
+        TransposedLinear(6, 2, bias=False),
+        (6,),
+        lambda x, weight: x.mm(mat2=weight),
     ),
     "conv1d": (
         nn.Conv1d(2, 4, 3, 2, 1, 1, 2),
@@ -141,6 +157,12 @@ OTHERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "of a buffer with as many rows": lambda net, h: h + F.linear(net.constant, net.square)[0],
     "one vector": lambda net, h: h + F.linear(net.bias, net.square),
     "twice": lambda net, h: F.linear(F.linear(h, net.square, net.bias).sin(), net.square, net.bias),
+    "product with a vector": lambda net, h: h * (h @ net.bias)[:, None],
+    "product from the left": lambda net, h: (net.square @ h.T).T,
+    "product with a computed weight": lambda net, h: h @ net.square.T.exp(),
+    "product of parameters": lambda net, h: h * (net.square @ net.square).mean(0),
+    "product of a buffer": lambda net, h: h + (net.constant @ net.square).sum(0) * net.bias,
+    "products, twice": lambda net, h: (h @ net.square + net.bias).sin().matmul(net.square),
     "of another layer": lambda net, h: F.linear(h, net.linear.weight) * net.bias,
 }
 

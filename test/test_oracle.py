@@ -243,7 +243,7 @@ def test_unfolded_input_times_weight(case: Case) -> None:
         N, G = x.shape[0], getattr(module, "groups", 1)
         unfolded = oracle.unfold_input(module, x).detach()
         unfolded = unfolded.reshape(N, G, -1, unfolded.shape[-1])  # [N, G, a/G, T]
-        if isinstance(module, oracle.CONV_TRANSPOSE):
+        if isinstance(module, oracle.CONV_TRANSPOSE) or oracle.is_transposed(module):
             weights = module.weight.transpose(0, 1).chunk(G, 1)  # [O/G, I/G, *k] each
         else:
             weights = module.weight.chunk(G, 0)
@@ -251,7 +251,7 @@ def test_unfolded_input_times_weight(case: Case) -> None:
         product = torch.cat(product, 1)  # [N, O, T]
         if module.bias is not None:
             product = product + module.bias.unsqueeze(1)
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) or oracle.is_transposed(module):
             product = product.transpose(1, 2)
         close(product.reshape(out.shape), out)
 

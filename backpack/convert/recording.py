@@ -384,8 +384,9 @@ def _calls_layers(module: Module, inputs: Sequence[Tensor], outputs: Sequence[An
     for node in nodes:
         name = kind(node)
         read = [parent for parent, _ in node.next_functions if parent is not None]
-        if name in ("Addmm", "Mm"):  # of a weight, transposed
-            read = [parent.next_functions[0][0] for parent in read if kind(parent) == "T"]
+        if name in ("Addmm", "Mm"):  # of a weight, transposed; or as it is
+            transposed = [parent.next_functions[0][0] for parent in read if kind(parent) == "T"]
+            read = [*transposed, *(p for p, _ in node.next_functions[1:] if name == "Mm")]
         elif name not in LAYERS:
             continue
         if not own.isdisjoint(id(getattr(parent, "variable", None)) for parent in read):

@@ -17,6 +17,7 @@ from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, at_hand
 from backpack.core.record.registry import register
 from backpack.core.types import Pairs
+from backpack.custom_module.transposed_linear import TransposedLinear
 
 
 def positions(mat: Tensor) -> Tensor:
@@ -111,7 +112,7 @@ class LinearDerivatives(BaseDerivatives):
         return [] if x is None else [affine.input_factor(x, approximation, max_size)]
 
 
-@register("transformers.pytorch_utils.Conv1D")
+@register(TransposedLinear, "transformers.pytorch_utils.Conv1D")
 class TransposedLinearDerivatives(LinearDerivatives):
     """Derivatives of ``y = x W + b``, a linear layer that stores its weight as ``[I, O]``.
 

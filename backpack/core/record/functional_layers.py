@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import Module, Parameter
 from torch.nn.modules.conv import _ConvTransposeNd
 
+from backpack.custom_module.transposed_linear import TransposedLinear
+
 
 def _with(kind: type[Module], parameters: dict[str, Any], **options: Any) -> Module | None:
     """Return a layer that has parameters, which are not initialised again.
@@ -40,6 +42,15 @@ def linear(input: Tensor, weight: Any, bias: Any = None) -> Module | None:
         return None
     features = dict(zip(("out_features", "in_features"), weight.shape, strict=True))
     return _with(nn.Linear, {"weight": weight, "bias": bias}, **features)
+
+
+def product(input: Any, other: Any = None, mat2: Any = None) -> Module | None:
+    """Return a linear layer with the second factor, which is its weight transposed."""
+    weight = mat2 if other is None else other
+    if not isinstance(weight, Parameter) or weight.dim() != 2 or input.dim() < 2:
+        return None
+    features = dict(zip(("in_features", "out_features"), weight.shape, strict=True))
+    return _with(TransposedLinear, {"weight": weight, "bias": None}, **features)
 
 
 OPTIONS = ("stride", "padding", "dilation", "groups")

@@ -77,8 +77,10 @@ TABLE: tuple[Row, ...] = (
     Row("torch.divide torch.true_divide .divide .true_divide", to.divide, treatment=ENTRIES),
     Row("operator.neg torch.neg .neg", partial(to.multiply, other=-1), treatment=ENTRIES),
     Row("torch.negative .negative", partial(to.multiply, other=-1), treatment=ENTRIES),
+    Row("torch.matmul operator.matmul .matmul", layer=layers.product),
+    Row("torch.mm .mm", layer=layers.product),
     *_rows(
-        *("torch.matmul operator.matmul .matmul", "torch.mm .mm", "torch.bmm .bmm", "torch.mv .mv"),
+        *("torch.bmm .bmm", "torch.mv .mv"),
         *("torch.dot .dot torch.vdot .vdot torch.inner .inner", "torch.einsum", "torch.tensordot"),
         *("torch.outer .outer torch.ger .ger", "torch.kron .kron", "torch.addmv .addmv"),
         *("torch.addmm .addmm", "torch.addbmm .addbmm", "torch.baddbmm .baddbmm"),

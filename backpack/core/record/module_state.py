@@ -22,6 +22,7 @@ from backpack.core.record import shards
 from backpack.core.record.registry import kind_of
 from backpack.core.record.shards import Shard
 from backpack.core.record.weights import IS_SOMETHING, Kept, State, state_of_one, tensors_of
+from backpack.custom_module.function_module import FunctionModule
 
 # An entry of a dictionary: where, its name, and the value.
 Entry = tuple[dict[str, Any], str, Any]
@@ -30,8 +31,9 @@ NOTHING = object()
 PLAIN = frozenset({bool, int, float, str, type(None)})
 SEQUENCES = frozenset({tuple, list, Size})
 T = TypeVar("T", bound="ModuleState")
-# Names of options of the classes of torch, whose instances have the same attributes.
-_OPTIONS: dict[type[Module], tuple[str, ...]] = {}
+# Names of options of the classes of torch, whose instances have the same attributes. Those of a
+# module that stands for a function stay what they are.
+_OPTIONS: dict[type[Module], tuple[str, ...]] = {FunctionModule: ()}
 
 
 class ModuleState:
