@@ -842,3 +842,36 @@ def test_samples_that_alone_are_what_others_are_not(route: Any) -> None:
             torch.testing.assert_close(model.weight.grad_batch.sum(0), model.weight.grad)
         told += not hasattr(model.weight, "grad_batch")
     assert told < 10
+
+
+class OfSomeRows(nn.Module):
+    """Branches on whether the batch has a large entry; else all do what is the first branch."""
+
+    def __init__(self, branches: bool) -> None:
+        super().__init__()
+        self.weight, self.branches = nn.Parameter(torch.rand(3)), branches
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3] -> [N, 3]."""
+        is_other = self.branches and float(x.max()) < 1
+        return self.weight * (x**3 if is_other else (2 * x + x**2))
+
+
+@pytest.mark.parametrize(
+    "name", ["BatchGrad", "DiagGGNExact", "SqrtGGNExact", "BatchDiagHessian", "DiagHessian"]
+)
+def test_samples_that_alone_take_another_branch(name: str) -> None:
+    """The first and the last one alone do not, but others, to which a slice is restricted, do."""
+    X = torch.rand(6, 3).double()
+    X[[0, -1]] += 1
+    found = []
+    for branches in (True, False):
+        torch.manual_seed(1)
+        model = extend(nn.Sequential(OfSomeRows(branches), nn.Linear(3, 2)).double())
+        ext = getattr(extensions, name)(subsampling=[2, 3])
+        loss = extend(nn.CrossEntropyLoss())(model(X), torch.arange(6) % 2)
+        with warnings.catch_warnings(), backpack(ext):
+            warnings.simplefilter("ignore")
+            loss.backward()
+        found.append(getattr(model[0].weight, ext.savefield))
+    torch.testing.assert_close(*found)

@@ -100,6 +100,8 @@ def transposed_products(
     try:
         with torch.enable_grad():
             ys = evaluation.outputs(values, inputs)
+            if separable and not evaluation.are_rows(ys, rows):
+                return transposed_products(evaluation, mats, keys, rows)
             found = pull_back(ys, list(values.values()), mats, create_graph)
     except RuntimeError as error:
         # a kernel of layer_norm has no gradient of the bias where that of the weight is not asked
@@ -225,6 +227,8 @@ def products(
     values = _variables(evaluation, list(known), inputs)
     with torch.enable_grad(), differentiated_twice(evaluation.c.module):
         ys = evaluation.outputs(values, inputs)
+        if separable and not evaluation.are_rows(ys, rows):
+            return products(evaluation, tangents, rows)
         us = [torch.ones_like(y, requires_grad=True) for y in ys]
         reached = [(y, u) for y, u in zip(ys, us, strict=True) if y.requires_grad]
         outs, own = [y for y, _ in reached], [u for _, u in reached]
@@ -386,6 +390,8 @@ def second_of_samples(
         whole = evaluation.whole_tangents(tangents, numbers)
     with torch.enable_grad(), differentiated_twice(evaluation.c.module):
         ys = evaluation.outputs(values, inputs)
+        if separable and not evaluation.are_rows(ys, numbers):
+            return second_of_samples(evaluation, g_out, tangents, numbers)
         # what is once differentiable (a function in Python) says so if the gradient has a graph
         pairs = [
             (y, g if g.requires_grad else g.detach().requires_grad_())

@@ -81,6 +81,17 @@ class Evaluation:
             return self.inputs, False
         return self._narrowed(rows), True
 
+    def are_rows(self, outputs: Sequence[Tensor], rows: Rows) -> bool:
+        """Whether some samples alone have the outputs of the call; else they are not alone again.
+
+        A module may branch on what all samples have, and few of them have not.
+        """
+        if rows is not None and has_values(outputs[0]):
+            pairs = zip(self.c.outputs, self.axes_out, strict=True)
+            expected = [subsample(y, a or 0, rows) for y, a in pairs]
+            self.c.saved["separable"] &= self.agree([y.detach() for y in outputs], expected)
+        return rows is None or self.c.saved["separable"]
+
     def _narrowed(self, rows: Rows) -> list[Any]:
         return self._changed(lambda x, axis: subsample(x, axis, rows))
 
