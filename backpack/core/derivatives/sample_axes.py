@@ -239,7 +239,9 @@ class SampleAxes(Interface):
                 found = "nowhere" if place is None else f"along axis {place.axis}"
                 raise ValueError(
                     f"{call!r} needs the samples of the batch along axis {axis} of input {i}, "
-                    f"but they are {found}."
+                    f"but they are {found}. Give the layer its input transposed, or the network "
+                    "data with the batch axis first (and recurrent layers and attention "
+                    "batch_first=True)."
                 )
             try:
                 layout.correct(shape, axis)
