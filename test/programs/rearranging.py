@@ -32,6 +32,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 import backpack as library
 from backpack import backpack, extend, extensions
@@ -39,6 +40,7 @@ from backpack.utils import warning
 
 ENTRIES = 1500  # of a tensor, at most
 DTYPE = torch.float64
+PRODUCT = re.compile(r"(?:torch\.matmul\()?(\w+)(?:, | @ )self\.(m\d+)\)?")  # with a weight
 ROUTES: dict[str, Any] = {"auto": True, "record": "record", "plain": False}
 
 # --------------------------------------------------------------------------------------
@@ -100,6 +102,23 @@ class Program:
         if self.words:
             return f"torch.randint({self.words}, {self.shape})"
         return f"torch.randn({self.shape}, dtype=torch.float64)"
+
+    @property
+    def weights(self) -> set[str]:
+        """Parameters whose only use is ``h @ p``, of samples: those of linear layers."""
+        follows, found, others = {"x"}, set(), set()
+        for line in self.body:
+            target, _, expression = line.partition(" = ")
+            read = re.findall(r"\b(h\d+|x)\b(?!\.shape)", expression)
+            factors = PRODUCT.fullmatch(expression)
+            if factors is not None and follows.intersection(read):
+                found.add(factors[2])
+            else:
+                others.update(re.findall(r"self\.(m\d+)", line))
+            if follows.intersection(read):
+                follows.update(re.findall(r"\bh\d+", target))
+        bare = {line[5:].split(" ")[0] for line in self.submodules if "nn.Parameter" in line}
+        return (found - others) & bare
 
     def __str__(self) -> str:
         """Show the whole program, ready to run."""
@@ -1312,8 +1331,8 @@ class Linearised:
         jacobians: Of each parameter, for each sample: [C, P]; under the name of a linear layer, of
             a change that all rows of its output share.
         hessians: For each sample [C, C].
-        squares: Of each linear layer: the sum over samples and rows of x xᵀ, of calls that the
-            output depends on.
+        squares: Of each linear layer, and weight of a product: the sum over samples and rows of
+            x xᵀ, of calls that the output depends on.
     """
 
     jacobians: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
@@ -1326,6 +1345,25 @@ class Linearised:
         return torch.stack([J.T @ H @ J for J, H in pairs]).sum(0)
 
 
+class Products(TorchFunctionMode):
+    """Changes what products with some weights return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes: dict[Tensor, Callable[[Any, Any, Tensor], Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        is_product = func in (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+        change = self.changes.get(args[1]) if is_product else None
+        return out if change is None else change(func, args, out)
+
+
+def product_of(name: str) -> str:
+    """Name the layer of a weight."""
+    return f"product with {name}"
+
+
 def linearised(program: Program, truth: Truth) -> Linearised | None:
     """Linearise a program for each sample; None if it is large."""
     model, X = program.build()
@@ -1335,27 +1373,36 @@ def linearised(program: Program, truth: Truth) -> Linearised | None:
     lossfunc, y = program.loss_function(), program.targets(truth.output)
     factor = 1 / len(X) if lossfunc.reduction == "mean" else 1.0
     found, changes = Linearised(), {}
+
+    def layer(name: str, inputs: int, outputs: int) -> Callable[[Any, Any, Tensor], Tensor]:
+        changes[name] = torch.zeros(outputs, dtype=DTYPE, requires_grad=True)
+        found.squares[name] = torch.zeros((inputs,) * 2, dtype=DTYPE)
+
+        def change(_: Any, args: Any, out: Tensor) -> Tensor:
+            rows = args[0].detach().reshape(-1, inputs)
+            square = rows.T @ rows
+
+            def reached(_: Tensor) -> None:
+                found.squares[name] += square
+                square.zero_()  # once
+
+            changed = out + changes[name]
+            changed.register_hook(reached)
+            return changed
+
+        return change
+
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
-            changes[name] = torch.zeros(module.out_features, dtype=DTYPE, requires_grad=True)
-            found.squares[name] = torch.zeros((module.in_features,) * 2, dtype=DTYPE)
-
-            def change(m: nn.Module, args: Any, out: Tensor, name: str = name) -> Tensor:
-                rows = args[0].detach().reshape(-1, m.in_features)
-                square = rows.T @ rows
-
-                def reached(_: Tensor) -> None:
-                    found.squares[name] += square
-                    square.zero_()  # once
-
-                changed = out + changes[name]
-                changed.register_hook(reached)
-                return changed
-
+            change = layer(name, module.in_features, module.out_features)
             module.register_forward_hook(change)
+    products = Products()
+    for name in program.weights & params.keys():
+        products.changes[params[name]] = layer(product_of(name), *params[name].shape)
     leaves = {**params, **changes}
     for n in range(len(X)):
-        f_n = model(X[n : n + 1])
+        with products:
+            f_n = model(X[n : n + 1])
 
         def loss(z: Tensor, n: int = n, shape: torch.Size = f_n.shape) -> Tensor:
             return factor * lossfunc(z.reshape(shape), y[n : n + 1])
@@ -1397,7 +1444,11 @@ def kronecker_of(program: Program, truth: Truth) -> Expected | None:
     result: Expected = {}
     for name, grads in truth.individual.items():
         module = name.rpartition(".")[0]
-        if name.endswith(".weight") and module in found.squares:
+        layer = product_of(name)
+        if layer in found.squares:
+            A = found.squares[layer] / len(grads)
+            result[name] = {"kflr": [A, found.block(layer)]}
+        elif name.endswith(".weight") and module in found.squares:
             A = found.squares[module] / len(grads)
             result[name] = {"kflr": [found.block(module), A]}
         elif grads.dim() == 2 or not module:
