@@ -2268,6 +2268,35 @@ def test_hooks_of_tensors_that_nobody_has_at_hand(overwrites: bool, is_changed: 
         loss.backward()
 
 
+@pytest.mark.parametrize("is_changed", [False, True])
+@pytest.mark.parametrize("before", ["view", "cancelling"])
+def test_hooks_of_tensors_without_samples(before: str, is_changed: bool) -> None:
+    """Autograd has summed the gradient of a table over the samples that read a view of it."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.last = nn.Parameter(torch.rand(4, 3)), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            table = self.table * 2
+            table.register_hook(lambda g: 2 * g if is_changed else None)
+            x = x + table[None]
+            # a softmax does not change if all entries do: what the gradients sum up to is rounding
+            return self.last(x).mean(1) if before == "view" else x.mean(2).softmax(1)
+
+    model = extend(Positions(), use_converter="record")
+    lossfunc = extend(nn.CrossEntropyLoss())
+    z = model(torch.rand(6, 4, 3))
+    loss = lossfunc(z, torch.randint(z.shape[1], (6,)))
+    warned = pytest.warns(UserWarning, match="gradient of what .*ScaleModule.* has returned")
+    # the gradient of each sample would be needed behind the hook, which sees their sum
+    refused = pytest.raises(ValueError, match="cannot be told apart")
+    expected = (warned, refused) if is_changed else (nullcontext(), nullcontext())
+    with expected[0], expected[1], backpack(extensions.DiagHessian()):
+        loss.backward()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("autocasts", [False, True])
 @pytest.mark.parametrize("scale", [1e-5, 1e-7, 2.0**64])

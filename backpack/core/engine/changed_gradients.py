@@ -109,12 +109,17 @@ def find_changed(plan: Plan, functions: Collection[Visit]) -> list[Visit]:
         deliver(plan, call, sent, cotangents, None)
     found = []
     for mark, maker in suspects.items():
-        arrived = maker.gradients()[maker.origins_out.index(mark)]
+        slot = maker.origins_out.index(mark)
+        arrived = maker.g_out[slot] if maker.is_unbatched else maker.gradients()[slot]
         if arrived is not None and mark in cotangents:
+            given = cotangents[mark].mat[0]
             limits = [torch.finfo(dtype) for dtype in dtypes_of([maker, *readers])]
             smallest = max(limit.smallest_normal for limit in limits)
-            both = _in_range(cotangents[mark].mat[0], arrived, smallest)
-            if not agree_to(max(limit.eps for limit in limits) ** 0.5, *both):
+            tolerance = max(limit.eps for limit in limits) ** 0.5
+            if maker.is_unbatched:  # autograd has summed over the samples, whose parts may cancel
+                sizes = given.abs().sum(0)
+                given, arrived = torch.stack([given.sum(0), sizes]), torch.stack([arrived, sizes])
+            if not agree_to(tolerance, *_in_range(given, arrived, smallest)):
                 found.append(maker)
     return found
 
