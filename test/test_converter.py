@@ -1589,6 +1589,16 @@ def test_variable_arguments_and_instance_checks() -> None:
     assert isinstance(X, Tensor) and not isinstance(X, int)
 
 
+def test_functions_of_torch_that_ask_for_a_class() -> None:
+    """`torch.is_tensor` is no function that torch shows to others: tensors were none."""
+    net = Net(lambda m, x, y: ((x,) if torch.is_tensor(x) else x)[0] @ m.linear.weight)
+    assert_same(convert(net), net, X, Y)
+    net = Net(lambda m, x, y: x * (2 if torch.is_tensor(m.linear(x).chunk(2)) else 3))
+    assert_same(convert(net), net, X, Y)
+    net = Net(lambda m, x, y: x * (2 if torch.is_tensor(x.size(0)) else 3))
+    assert_same(convert(net), net, X, Y)
+
+
 class Attention(nn.Module):
     """Attention as it is often written, with stochastic depth and a table of positions."""
 

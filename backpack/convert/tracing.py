@@ -77,6 +77,12 @@ def _is_users(frame: FrameType) -> bool:
     return package not in ("torch", "backpack", "contextlib", "functools")
 
 
+def _asks_for_user(frame: FrameType) -> bool:
+    """Whether a frame that asks for a class, or an attribute, is the user's, or asks for it."""
+    behind = frame.f_back if frame.f_code is torch.is_tensor.__code__ else frame
+    return behind is not None and _is_users(behind)
+
+
 def _users_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_users(frame):
@@ -485,8 +491,8 @@ class BackpackTracer(Tracer):
         """Record calls that torch does not show to a tracer.
 
         Tensors of a size that is not known yet, training flags of functions of torch, random
-        tensors, autograd functions of the user. And let ``isinstance(x, Tensor)`` be true, and
-        ``hasattr(x, name)`` if tensors have such an attribute.
+        tensors, autograd functions of the user. And let ``isinstance(x, Tensor)`` and
+        ``torch.is_tensor(x)`` be true, and ``hasattr(x, name)`` if tensors have such an attribute.
         """
         patched: list[tuple[Any, str]] = [(torch, name) for name in (*STRICT, *RANDOM)]
         originals = [(owner, name, getattr(owner, name)) for owner, name in patched]
@@ -508,7 +514,7 @@ class BackpackTracer(Tracer):
 
         def answered(name: str) -> Callable[[Any, Any], bool]:
             def wrapper(value: Any, what: Any) -> bool:
-                known = type(value) in (_Proxy, _Attribute, _StateProxy) and _is_users(
+                known = type(value) in (_Proxy, _Attribute, _StateProxy) and _asks_for_user(
                     sys._getframe(1)
                 )
                 return (asked if known else builtin)[name](value, what)
