@@ -293,6 +293,36 @@ def test_frozen_parameter_of_a_container() -> None:
         torch.testing.assert_close(p.diag_ggn_exact, expected)
 
 
+class Scaled(nn.Module):
+    """A container whose own parameter a function reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(C, C), nn.Parameter(torch.rand(C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize("ext", [extensions.DiagGGNExact, extensions.DiagHessian, extensions.KFAC])
+def test_functions_before_a_container_with_parameters(ext: Any) -> None:
+    """Such a container has no derivatives, and says so."""
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.scaled, self.last = nn.Linear(C, C), Scaled(), nn.Linear(C, C)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.scaled((2 * self.first(x)).tanh()))
+
+    model, lossfunc = extend(Network()), extend(nn.MSELoss())
+    loss = lossfunc(model(torch.rand(N, C)), torch.rand(N, C))
+    message = f"{ext.__name__}.* no rule for the parameters scale of 'scaled' .Scaled. .*converter"
+    with pytest.raises(NotImplementedError, match=message), backpack(ext()):
+        loss.backward()
+
+
 def test_several_passes() -> None:
     """Each backward pass of one graph reads the functions again."""
     model, X, y = WithFunction(torch.tanh), torch.randn(N, 3), torch.randint(2, (N,))
