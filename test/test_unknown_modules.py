@@ -875,3 +875,59 @@ def test_samples_that_alone_take_another_branch(name: str) -> None:
             loss.backward()
         found.append(getattr(model[0].weight, ext.savefield))
     torch.testing.assert_close(*found)
+
+
+class Split(nn.Module):
+    """Heads come first, as layers of rearranging libraries are told to do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.unflatten(2, (-1, 4)).permute(2, 0, 1, 3)
+
+
+class Merge(nn.Module):
+    """Undoes that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(1, 2, 0, 3).flatten(2)
+
+
+@pytest.mark.parametrize("route", [False, "trace", "record"])
+@pytest.mark.parametrize("heads", [N - 1, N])
+def test_samples_that_a_module_moves_among_as_many_heads(heads: int, route: Any) -> None:
+    """Where the samples are is asked, not guessed from the number of entries."""
+    layers = nn.Linear(3, 4 * heads), Split(), nn.Tanh(), nn.Linear(4, 4), Merge(), nn.Flatten()
+    model = nn.Sequential(*layers, nn.Linear(8 * heads, 3))
+    X, y = torch.randn(N, 2, 3), torch.randint(3, (N,))
+    plain = copy.deepcopy(model)
+    model = extend(model, use_converter=route)
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    with backpack(*[ext() for ext in TRUTHS]):
+        loss.backward()
+    for ext, truth in TRUTHS.items():
+        found = truth(plain, nn.CrossEntropyLoss(), X, y)
+        for p, expected in zip(model.parameters(), found, strict=True):
+            torch.testing.assert_close(getattr(p, ext().savefield), expected, **TOLERANCE)
+
+
+class Attending(nn.Module):
+    """Reads queries, keys and values along an axis in front of the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.last, self.split = nn.Linear(3, 12), nn.Linear(4, 3), Split()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.project(x))
+        return self.last(F.scaled_dot_product_attention(q, k, v).mean(1))
+
+
+@pytest.mark.parametrize("samples", [2, 3])
+def test_as_many_samples_as_queries_keys_and_values(samples: int) -> None:
+    model, X, y = Attending(), torch.randn(samples, 5, 3), torch.randint(3, (samples,))
+    truth = oracle.batch_grad(copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
+    model = extend(model, use_converter="record")
+    with warnings.catch_warnings(), backpack(extensions.BatchGrad()):
+        warnings.simplefilter("error")
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    for p, expected in zip(model.parameters(), truth, strict=True):
+        torch.testing.assert_close(p.grad_batch, expected, **TOLERANCE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -11,6 +12,7 @@ import torch
 from torch import Size, Tensor
 from torch.nn import Module
 
+from backpack.context import disable
 from backpack.core.derivatives.automatic import (
     FunctionDerivatives,
     attributes_kept,
@@ -18,13 +20,14 @@ from backpack.core.derivatives.automatic import (
     with_gradients,
 )
 from backpack.core.derivatives.conditions import Known, once
-from backpack.core.derivatives.evaluation import Evaluation, alone
+from backpack.core.derivatives.evaluation import Evaluation, alone, quietly
 from backpack.core.derivatives.facts import always
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
-from backpack.core.record.generators import evaluated_apart
+from backpack.core.record.generators import evaluated_alike, evaluated_apart
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.module_state import describe
+from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import register_fallback
 from backpack.core.record.visits import Visit
 from backpack.utils.warning import warn
@@ -42,6 +45,7 @@ class UnknownModuleDerivatives(FunctionDerivatives):
     is_curved = always  # whether the function is affine may depend on the state of the module
     _warned: ClassVar[WeakSet[type[Module]]] = WeakSet()
     _mixing: ClassVar[Known] = WeakKeyDictionary()
+    _moving: ClassVar[Known] = WeakKeyDictionary()
 
     def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
         """Return the output for other inputs and parameters; neither they nor buffers change.
@@ -67,7 +71,7 @@ class UnknownModuleDerivatives(FunctionDerivatives):
         if not batched:
             return [unbatched() for _ in call.shape_out]
         main, facts = batched[0], {layout.facts for layout in batched}
-        if len(facts) > 1 or not _is_in_place(call, main):
+        if len(facts) > 1 or not _is_in_place(call, main) or self._moves_samples(call, main):
             try:
                 layouts = super().layouts(call)
             except (RuntimeError, TypeError, IndexError, AssertionError) as error:
@@ -80,6 +84,33 @@ class UnknownModuleDerivatives(FunctionDerivatives):
         for layout in batched[1:]:
             main.unify(layout)
         return [main if shape else None for shape in call.shape_out]
+
+    def _moves_samples(self, call: Call, main: Layout) -> bool:
+        """Whether an output that has several axes of as many entries has the samples elsewhere.
+
+        Found out once for each state of a module and shape: one sample alone tells its axis.
+        """
+        if main.samples == 1 or all(shape.count(main.samples) < 2 for shape in call.shape_out):
+            return False
+        key = (call.shape_in, call.training, main.facts)
+        return bool(once(self._moving, call, key, partial(self._is_first_elsewhere, call)))
+
+    def _is_first_elsewhere(self, call: Call) -> bool:
+        """Whether the output of the first sample alone has its axis in another place."""
+        if not all(map(_fits, call.layouts_in, call.shape_in)):  # a row is no sample
+            return False
+        places = [call.place_in(i) for i in range(len(call.inputs))]
+        pairs = [*zip(call.inputs, places, strict=True)]
+        first = [x if place is None else x.narrow(place.axis, 0, 1) for x, place in pairs]
+        axis = next(place.axis for place in places if place is not None)
+        c = Context(Visit(call), call.inputs, call.outputs)
+        try:
+            with alone(), torch.no_grad(), disable(), quietly():
+                found = evaluated_alike(lambda: flatten_outputs(self.evaluate(c, {}, *first)))
+        except Exception:  # it cannot do with one
+            return False
+        expected = [(*shape[:axis], 1, *shape[axis + 1 :]) for shape in call.shape_out]
+        return [*map(tuple, map(attrgetter("shape"), found))] != expected
 
     @staticmethod
     def _of_rows(call: Call, shape: Size) -> Layout | None:
@@ -156,7 +187,7 @@ def _is_in_place(call: Call, main: Layout) -> bool:
     return len(axes) == 1 and all(_fits(main, shape) for shape in call.shape_out)
 
 
-def _fits(layout: Layout | None, shape: Size) -> bool:
+def _fits(layout: Layout | None, shape: Size | None) -> bool:
     """Whether a tensor has one row for each sample (or no samples at all)."""
     if layout is None or not layout.is_batched or not shape:
         return True
