@@ -407,3 +407,44 @@ def test_what_autograd_has_copied_is_not_kept_twice(packs: bool) -> None:
     if not packs:
         copied = output.grad_fn.next_functions[1][0]._saved_self
         assert activation.inputs[0].data_ptr() == linear.outputs[0].data_ptr() == copied.data_ptr()
+
+
+def drawn_over_part(net: Net, h: Tensor) -> Tensor:
+    z = h.clone()
+    z[:, 1:].normal_()
+    return net.act(z) * h
+
+
+DRAWN: dict[str, Middle] = {
+    "signs": lambda net, h: net.act(h) * h.clone().uniform_(-1, 1).sign(),
+    "all": lambda net, h: net.act(h).normal_(1.0, std=0.5),
+    "samples last": lambda net, h: net.act(h) * h.t().clone().bernoulli_(0.5).t(),
+    "part": drawn_over_part,
+    "memory that nobody has filled": lambda net, h: net.act(h) + torch.empty_like(h).exponential_(),
+}
+
+
+@pytest.mark.parametrize("route", ["record", True])
+@pytest.mark.parametrize("name", DRAWN)
+def test_random_numbers_in_the_place_of_others(name: str, route: Any) -> None:
+    """They do not depend on what they overwrite: signs of Flipout layers are drawn like that."""
+    plain, lossfunc = Net(nn.Softplus(), DRAWN[name]), nn.CrossEntropyLoss()
+    model = extend(copy.deepcopy(plain), use_converter=route)
+    X, y = torch.rand(N, 3), torch.randint(2, (N,))
+    torch.manual_seed(1)
+    expected = plain(X)
+    torch.manual_seed(1)
+    output = model(X)
+    assert torch.equal(output, expected)
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact(), extensions.DiagHessian()):
+        extend(lossfunc)(output, y).backward()
+    truths = {
+        "grad": oracle.grad,
+        "grad_batch": oracle.batch_grad_of_one_pass,
+        "diag_ggn_exact": oracle.ggn_diag,
+        "diag_h": oracle.hessian_diag,
+    }
+    for field, truth in truths.items():
+        torch.manual_seed(1)
+        for p, known in zip(model.parameters(), truth(plain, lossfunc, X, y), strict=True):
+            torch.testing.assert_close(getattr(p, field), known)

@@ -58,6 +58,8 @@ from backpack.core.record.in_place import former_of
 from backpack.core.record.kinds import ATTRIBUTES_TENSOR, ATTRIBUTES_VALUE, VALUE
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.lookup import (
+    COPY,
+    DRAWS,
     FILLS,
     INDEX,
     NOT_IN_PLACE,
@@ -331,6 +333,8 @@ class Recorder(TorchFunctionMode):
         preserve(args[0], before)
         result = func(*args, **kwargs)
         options.pop("inplace", None)
+        if _draws(function, given, options):
+            function, given, options = COPY, [_drawn_over(layout_of(before), args[0])], {}
         self._note_change(function, (before, *given), options, args[0])
         return result
 
@@ -341,8 +345,11 @@ class Recorder(TorchFunctionMode):
         preserve(base, before)
         geometry = geometry_of(view)
         given, options = _formers(base, (args[1:], kwargs))
+        known = layout_of(view)
         result = func(*args, **kwargs)
         options.pop("inplace", None)
+        if _draws(function, given, options):
+            function, given, options = COPY, [_drawn_over(known, view)], {}
         changing = Function(change_view, None)
         self._note_change(changing, (function.target, before, geometry, *given), options, base)
         self._note_change(Function(part_of, None), (base, geometry), {}, view)
@@ -538,6 +545,18 @@ def resolve(func: Any) -> Function | None:
     if method is None:
         return Function(name, None, in_place=True, on_clone=True)
     return Function(method, INDEX.methods.get(plain), in_place=True)
+
+
+def _draws(function: Function, args: Any, kwargs: Any) -> bool:
+    """Whether a method overwrites its tensor with random numbers that depend on no tensor."""
+    return function.target in DRAWS and not tensors_among((*args, *kwargs.values()))
+
+
+def _drawn_over(layout: Layout | None, x: Tensor) -> Tensor:
+    """Copy the numbers that were drawn, whose samples are where those are that they overwrite."""
+    drawn = x.detach().clone()
+    note(drawn, layout)
+    return drawn
 
 
 def _apart(result: Any, arguments: Sequence[Tensor]) -> Any:

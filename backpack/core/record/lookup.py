@@ -21,16 +21,27 @@ from torch.nn import functional as F
 from backpack.core.record.conversions import Apply
 from backpack.core.record.data_notes import layout_of, running
 from backpack.core.record.functions import TABLE, Row
-from backpack.core.record.kinds import MOVES, TENSOR, TENSORS, UNKNOWN, VALUE, Kind, kind
+from backpack.core.record.kinds import (
+    MOVES,
+    TENSOR,
+    TENSORS,
+    UNKNOWN,
+    VALUE,
+    Kind,
+    is_static,
+    kind,
+)
 from backpack.core.record.registry import derivatives_of
 from backpack.custom_module.function_module import FunctionModule, Slot
 
 NAMESPACES = {"F": F, "operator": operator, "builtins": builtins, "math": math}
-# Methods that overwrite their tensor, whatever the method without the underscore does.
-FILLS = {
-    *("copy_", "fill_", "zero_", "fill_diagonal_", "bernoulli_", "cauchy_", "exponential_"),
-    *("geometric_", "log_normal_", "normal_", "random_", "uniform_"),
+# Methods that overwrite their tensor with random numbers.
+DRAWS = {
+    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_"),
+    *("random_", "uniform_"),
 }
+# Methods that overwrite their tensor, whatever the method without the underscore does.
+FILLS = {"copy_", "fill_", "zero_", "fill_diagonal_", *DRAWS}
 # Methods with an underscore that change no entries.
 NOT_IN_PLACE = {"requires_grad_", "share_memory_"}
 
@@ -167,8 +178,25 @@ def change_view(
     return result
 
 
+def _overwritten(method: str) -> Callable[..., Apply | None]:
+    """Numbers are drawn, which do not depend on the tensor that they overwrite."""
+
+    def convert(input: Any, *args: Any, **kwargs: Any) -> Apply | None:
+        if not is_static(args, kwargs):
+            return None
+        detached = Apply(FunctionModule(torch.detach, [Slot(0)]), (input,))
+        drawing = FunctionModule(change_clone, [method, Slot(0), *args], kwargs)
+        copying = FunctionModule(change_clone, ["copy_", Slot(0), Slot(1)])
+        return Apply(copying, (input, Apply(drawing, (detached,))))
+
+    return convert
+
+
 SET_ITEM = Row("operator.setitem")
-FILL = Row(" ".join(f".{name}" for name in FILLS))
+FILL = {name: Row(f".{name}") for name in FILLS - DRAWS} | {
+    name: Row(f".{name}", _overwritten(name)) for name in DRAWS
+}
+COPY = Function("copy_", FILL["copy_"], in_place=True, on_clone=True)
 
 
 def look_up(node: Node) -> Function:
@@ -201,7 +229,7 @@ def _look_up_method(name: str) -> Function:
         return Function(name, INDEX.methods.get(name))
     if hasattr(torch.Tensor, plain) and name not in FILLS:
         return Function(plain, INDEX.methods.get(plain), in_place=True)
-    return Function(name, FILL if name in FILLS else None, in_place=True, on_clone=True)
+    return Function(name, FILL.get(name), in_place=True, on_clone=True)
 
 
 def kind_of_call(node: Node) -> Kind:
