@@ -1589,6 +1589,30 @@ def test_variable_arguments_and_instance_checks() -> None:
     assert isinstance(X, Tensor) and not isinstance(X, int)
 
 
+DIVISIONS: dict[str, Run] = {
+    "operator": lambda m, x, y: m.linear(x) / 3,
+    "function": lambda m, x, y: torch.div(m.linear(x), 0.7),
+    "method": lambda m, x, y: m.linear(x).divide(math.sqrt(5)),
+    "in place": lambda m, x, y: m.linear(x).div_(7),
+}
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_divisions_round_as_without_the_library(name: str) -> None:
+    """A product with the reciprocal has other last bits."""
+    plain = Net(DIVISIONS[name])
+    net = convert(copy.deepcopy(plain))
+    assert classes(net) == "Linear ScaleModule"
+    x = torch.randn(500, 6)
+    outputs = net(x, x), plain(x, x)
+    assert torch.equal(*outputs)
+    for output in outputs:
+        output.square().sum().backward()
+    assert torch.equal(net.linear.weight.grad, plain.linear.weight.grad)
+    net.scale0.weight = 2.0  # as any other may change
+    torch.testing.assert_close(net(x, x), 2 * net.linear(x))
+
+
 def test_functions_of_torch_that_ask_for_a_class() -> None:
     """`torch.is_tensor` is no function that torch shows to others: tensors were none."""
     net = Net(lambda m, x, y: ((x,) if torch.is_tensor(x) else x)[0] @ m.linear.weight)

@@ -152,7 +152,7 @@ def divide(input: Any, other: Any, *, rounding_mode: Any = None) -> Apply | None
     """``input / other``."""
     if rounding_mode is not None or not is_number(other) or other == 0:
         return None
-    return Apply(ScaleModule(1 / other), (input,))
+    return Apply(ScaleModule.of_division(other), (input,))
 
 
 def permute(input: Any, *axes: Any, dims: Any = None) -> Apply | None:
