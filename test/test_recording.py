@@ -1556,6 +1556,40 @@ GAPS = [
 ]
 
 
+class Gate(nn.Module):
+    """A module whose scripted function torch does not show to others."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return torch.jit.script(torch_cube)(h)
+
+
+class Gated(nn.Module):
+    def __init__(self, as_module: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.gate = nn.Linear(3, 4), nn.Linear(4, 2), Gate()
+        self.as_module = as_module
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x.transpose(0, 1))
+        return self.last((self.gate(h) if self.as_module else torch.jit.script(torch_cube)(h))[-1])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("as_module", [False, True])
+def test_what_to_do_about_scripted_functions(as_module: bool) -> None:
+    """The error names them, and what it tells to do works."""
+    plain, X, y = Gated(as_module), torch.rand(5, 6, 3), torch.rand(5, 2)
+    model, lossfunc = extend(copy.deepcopy(plain), use_converter="record"), nn.MSELoss()
+    told = pytest.raises(ValueError, match=r"scripted functions.* Let one module without children")
+    with nullcontext() if as_module else told, backpack(extensions.BatchGrad()):
+        extend(lossfunc)(model(X), y).backward()
+    if as_module:
+        for p, truth in zip(
+            model.parameters(), oracle.batch_grad(plain, nn.MSELoss(), X, y), strict=True
+        ):
+            torch.testing.assert_close(p.grad_batch, truth)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("middle", GAPS, ids=lambda m: m.__name__)
 def test_gaps(middle: Middle) -> None:

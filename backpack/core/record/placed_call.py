@@ -28,8 +28,8 @@ TABLE = (
 # What to do about functions of tensors that have no samples, or not along the first axis.
 UNCONVERTED = "Make the function a module, or use extend(model, use_converter=True)."
 UNSEEN = (
-    "Converters do not follow complex numbers, derivatives and torch.func, nor a "
-    "torch.autograd.Function that is recorded or in a parametrisation ('trace' follows others). "
+    "Converters do not follow complex numbers, scripted functions, derivatives and torch.func, nor "
+    "a torch.autograd.Function that is recorded or in a parametrisation ('trace' follows others). "
     "Let one module without children do all of that which reads data as well, between real "
     "tensors, with use_converter='record' or none."
 )
