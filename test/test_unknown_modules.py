@@ -6,6 +6,7 @@ import copy
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from threading import Event, Thread
 from typing import Any
 
@@ -389,6 +390,31 @@ def test_layer_that_is_not_called_for_second_order(ext: Any) -> None:
         warnings.filterwarnings("error", message=".*has no result")
         run(recorded, *data(), ext())
     assert hasattr(recorded.get_parameter("table.weight"), ext().savefield)
+
+
+class Sampling(nn.Module):
+    """Bayesian layers of some libraries: a part that nobody calls has copies of the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.sampler = nn.Parameter(torch.rand(3, 3)), nn.Module()
+        self.sampler.mean = nn.Parameter(self.mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.sampler.mean + 0.1)
+
+
+@pytest.mark.parametrize("to_data", [False, True])
+def test_parameters_that_functions_alone_read_beside_a_container(to_data: bool) -> None:
+    """They have no second-order results, which is said if they get a gradient."""
+    model, lossfunc, (X, y) = extend(Sampling()), extend(nn.CrossEntropyLoss()), data()
+    lossfunc(model(X), y).backward()
+    loss = lossfunc(model(X.requires_grad_()), y)
+    match = r"DiagGGNExact: a parameter of shape \[3, 3\] has no result.*use_converter=True"
+    with warnings.catch_warnings(), backpack(extensions.DiagGGNExact()):
+        warnings.simplefilter("error")
+        with nullcontext() if to_data else pytest.warns(UserWarning, match=match):
+            loss.backward(inputs=[X] if to_data else None)
 
 
 @pytest.mark.parametrize("frozen", [True, False])

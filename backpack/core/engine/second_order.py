@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -85,7 +86,12 @@ class SecondOrder:
         has_rules = any(ext.rules for ext in exts)
         has_results = has_rules or any(call.trained for call in calls)
         if not has_results and any(call.params for call in calls):
-            return  # such as for the gradient of an output with respect to data
+            # such as for the gradient of an output with respect to data; or functions read others
+            if sample_flow is not None and any(map(_is_loss, calls)):
+                plan = Plan(calls)
+                plan.find_gap()
+                self._tell_uncalled_layers(plan, sample_flow)
+            return
         if has_rules:
             set_apart(calls, exts)
         functions = self._read_back.take_part() if self._read_back else []
@@ -141,13 +147,27 @@ class SecondOrder:
     def _tell_uncalled_layers(self, plan: Plan, sample_flow: SampleFlow) -> None:
         """Warn of parameters that functions have read, and no call: nothing is computed."""
         for p, call in plan.read_by_functions.items():
-            if p.grad is not None and sample_flow.is_of_layer(p):
+            if p.grad is not None and _is_accumulated(p) and sample_flow.is_of_layer(p):
                 warn(
                     f"{names_of(self.exts)}: a parameter of shape {list(p.shape)} has no result. "
                     "No module that was called has it, and a function has read it whose result "
                     f"{call!r} reads. "
                     f"{plan.advice(call)}"
                 )
+
+
+def _is_loss(call: Visit) -> bool:
+    return call.derivatives is not None and call.derivatives.is_loss
+
+
+def _is_accumulated(p: Tensor) -> bool:
+    """Whether the backward pass, which is almost over, gives a parameter a gradient."""
+    with torch.enable_grad():
+        view: Any = p.view_as(p).grad_fn
+    try:
+        return torch._C._will_engine_execute_node(view.next_functions[0][0])
+    except RuntimeError:  # torch.autograd.grad, which gives none
+        return False
 
 
 def _reads_gradients(ext: Extension) -> bool:
