@@ -103,7 +103,7 @@ class Laplace:
         chosen = chosen_parameters(model, data, params)
         objective = Objective(model, loss_function, data, chosen, progress, process_group)
         self._objective = objective
-        self._use_converter, self._noise = use_converter, positive(noise, "noise")
+        self._use_converter, self._noise = use_converter, _as_noise(noise)
         self._is_normal = isinstance(loss_function, MSELoss)
         own = objective.params
         self.mean = parameter_list_to_vector(own).detach()
@@ -121,8 +121,9 @@ class Laplace:
                 f"{given!r} is the curvature of {known.__name__}, but Laplace has "
                 f"{type(loss_function).__name__}. Build both with the same loss."
             )
-        self.loss, scale = self._summed_loss()
-        self.curvature = SpectralOperator(scale * given.spectrum, given.bases, given.order)
+        self._summed, factor = self._summed_loss()
+        self._given = SpectralOperator(factor * given.spectrum, given.bases, given.order)
+        self._scale_by_noise()
         if objective.group is not None:
             check_same(objective.group, "curvature of Laplace", self.curvature.trace())
         self._names = objective.names
@@ -145,6 +146,33 @@ class Laplace:
         self.posterior = precision.inverse()
         is_one = isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.dim())
         self._prior_precision = each[0] if is_one else dict(zip(self._names, each, strict=True))
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the targets of ``MSELoss``.
+
+        It may be set: curvature, posterior and likelihood follow, and nothing is computed anew.
+        """
+        return self._noise
+
+    @noise.setter
+    def noise(self, value: float) -> None:
+        self._check_has_noise()
+        before, self._noise = self._noise, _as_noise(value)
+        self._scale_by_noise()
+        try:
+            self.prior_precision = self._prior_precision  # the posterior is that of both
+        except ValueError:
+            self._noise = before
+            self._scale_by_noise()
+            raise
+
+    def _check_has_noise(self) -> None:
+        if not self._is_normal:
+            raise ValueError(
+                f"{type(self._objective.loss_function).__name__} has no noise: it is the standard "
+                "deviation of the targets of MSELoss alone."
+            )
 
     def _need_positive(self, spectrum: Tensor, delta: ByName) -> None:
         """Refuse the eigenvalues of what is no precision of a normal distribution."""
@@ -179,8 +207,14 @@ class Laplace:
             sums, weights = objective.total("loss of Laplace", [own], weights)
             total, count = float(sums[0]), int(sums[1])
         self._num_targets = count
+        return total, objective.norm(weights)
+
+    def _scale_by_noise(self) -> None:
+        """Compute loss and curvature of the likelihood, which has the noise of the targets."""
         scale = 1 / (2 * self._noise**2) if self._is_normal else 1.0
-        return scale * total, scale * objective.norm(weights)
+        own = self._given
+        self.loss = scale * self._summed
+        self.curvature = SpectralOperator(scale * own.spectrum, own.bases, own.order)
 
     # ------------------------------------------------------------------ the prior
 
@@ -235,12 +269,38 @@ class Laplace:
         def evidence(x: float) -> float:
             return len(spectrum) * x - exp(x) * squares - float((spectrum + exp(x)).log().sum())
 
-        low, high = log(lowest), log(highest)
-        while high - low > 1e-7:  # the maximum is next to the best of a grid
-            grid = torch.linspace(low, high, 41, dtype=torch.float64).tolist()
-            best = max(range(41), key=lambda i: evidence(grid[i]))
-            low, high = grid[max(best - 1, 0)], grid[min(best + 1, 40)]
-        return exp((low + high) / 2)
+        return exp(_maximum(evidence, log(lowest), log(highest)))
+
+    def fit_noise(self, lowest: float = 1e-4, highest: float = 1e4) -> float:
+        """Set the noise to the maximum of the marginal likelihood between two limits, return it.
+
+        For the prior precision that is set: fit both in turns.
+
+        Args:
+            lowest: The smallest value.
+            highest: The largest value.
+
+        Returns:
+            The standard deviation of the targets of ``MSELoss``.
+
+        Raises:
+            ValueError: If the loss is another, or with the largest precision of the targets, there
+                is no normal distribution.
+        """
+        self._check_has_noise()
+        positive(lowest, "smallest noise")
+        spectrum = self._given.spectrum.double()
+        each = by_parameter(self.prior_precision, self._names, "prior precision")
+        delta = self._given.by_eigenvector(self._by_weight(each)).double()
+        self._need_positive(spectrum / (2 * lowest**2) + delta, self.prior_precision)
+
+        def evidence(x: float) -> float:  # times two; x is the logarithm of the noise
+            precision = exp(-2 * x)
+            fit = -2 * self._num_targets * x - precision * self._summed
+            return fit - float((spectrum * precision / 2 + delta).log().sum())
+
+        self.noise = exp(_maximum(evidence, log(lowest), log(highest)))
+        return self.noise
 
     # ------------------------------------------------------------------ predictions
 
@@ -349,3 +409,26 @@ class Laplace:
             f"{type(loss_function).__name__} of this model says nothing of the probabilities of C "
             "classes for each sample: use outputs() or sample_outputs()."
         )
+
+
+def _as_noise(value: float) -> float:
+    """Return a noise as a number.
+
+    Raises:
+        ValueError: If it is not one positive number.
+    """
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(
+            f"The noise is one number for all targets, got a tensor of shape {list(value.shape)}. "
+            "For several, divide each output and its targets by its own noise, and use noise=1."
+        )
+    return positive(float(value), "noise")
+
+
+def _maximum(function: Callable[[float], float], low: float, high: float) -> float:
+    """Return where a function is largest between two limits, next to the best of a grid."""
+    while high - low > 1e-7:
+        grid = torch.linspace(low, high, 41, dtype=torch.float64).tolist()
+        best = max(range(41), key=lambda i: function(grid[i]))
+        low, high = grid[max(best - 1, 0)], grid[min(best + 1, 40)]
+    return (low + high) / 2

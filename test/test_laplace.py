@@ -175,6 +175,81 @@ def test_fit_prior_precision(kind: Any) -> None:
     assert laplace.fit_prior_precision(10 * delta, 20 * delta) == pytest.approx(10 * delta)
 
 
+@pytest.mark.parametrize("kind", [KroneckerGGN, DiagonalGGN])
+def test_noise_that_is_set(kind: Any) -> None:
+    """As if it had been given; prior precisions stay."""
+    model, loss, X, y = problem("mse")
+    data, delta = batches(X, y), {"": 0.5, "2": 3.0}
+    laplace, other = (Laplace(model, loss, data, kind, delta, noise=s) for s in (1.0, 0.3))
+    before = laplace.log_marginal_likelihood()
+    laplace.noise = torch.tensor(0.3)
+    assert laplace.noise == pytest.approx(0.3)
+    assert_close(laplace.log_marginal_likelihood(), other.log_marginal_likelihood())
+    assert_close(laplace.outputs(X), other.outputs(X))
+    assert_close(laplace.curvature.to_dense(), other.curvature.to_dense())
+    assert laplace.prior_precision == other.prior_precision
+    laplace.noise = 1.0
+    assert_close(laplace.log_marginal_likelihood(), before)
+    for wrong, message in ((0.0, "positive, got 0"), (torch.ones(2), r"one number.* shape \[2\]")):
+        with pytest.raises(ValueError, match=message):
+            laplace.noise = wrong  # type: ignore[assignment]
+        with pytest.raises(ValueError, match=message):
+            Laplace(model, loss, data, kind, noise=wrong)  # type: ignore[arg-type]
+
+
+def test_noise_with_which_there_is_no_posterior() -> None:
+    """All stays as it was."""
+    model, loss, X, y = problem("mse")
+    negative = KroneckerOperator([[torch.eye(31)]]) * -1.0
+    curvature = SpectralOperator(-torch.ones(31))
+    assert_close(curvature.to_dense(), negative.to_dense())
+    laplace = Laplace(model, loss, batches(X, y), curvature, 100.0 * N, noise=1.0)
+    before = laplace.log_marginal_likelihood(), laplace.outputs(X)
+    with pytest.raises(ValueError, match="not positive definite"):
+        laplace.noise = 0.01
+    with pytest.raises(ValueError, match="not positive definite"):
+        laplace.fit_noise()
+    assert laplace.noise == 1.0
+    assert_close((laplace.log_marginal_likelihood(), laplace.outputs(X)), before)
+
+
+def test_fit_noise() -> None:
+    """The evidence of Bayesian linear regression, with the whole matrix, is largest there."""
+    X, y, delta = torch.randn(N, 3), torch.randn(N, 1), 2.0
+    model = nn.Linear(3, 1, bias=False)
+    data = batches(X, y)
+    whole = KroneckerOperator([[GGN(model, nn.MSELoss(), data).to_dense()]])
+    laplace = Laplace(model, nn.MSELoss(), data, whole, delta)
+    noise = laplace.fit_noise()
+    assert laplace.noise == noise
+    w = model.weight.detach().T
+
+    def evidence(noise: Tensor) -> Tensor:
+        """Of the weights as they are, which no training has brought to the maximum."""
+        fit = torch.distributions.Normal(X @ w, noise).log_prob(y).sum()
+        logdet = torch.logdet(X.T @ X / noise**2 + delta * torch.eye(3))
+        return fit + (3 * torch.tensor(delta).log() - delta * w.square().sum() - logdet) / 2
+
+    assert_close(laplace.log_marginal_likelihood(), evidence(torch.tensor(noise)))
+    log_noise = torch.tensor(noise).log().requires_grad_()
+    (slope,) = torch.autograd.grad(evidence(log_noise.exp()), log_noise)
+    assert abs(slope) < 1e-4
+    for factor in (0.5, 0.98, 1.02, 2.0):
+        assert evidence(torch.tensor(noise * factor)) < laplace.log_marginal_likelihood()
+    assert laplace.fit_noise(10 * noise, 20 * noise) == pytest.approx(10 * noise)
+
+
+@pytest.mark.parametrize("what", ["set", "fit"])
+def test_noise_of_a_loss_without_any(what: str) -> None:
+    model, loss, X, y = problem("mlp")
+    laplace = Laplace(model, loss, batches(X, y))
+    with pytest.raises(ValueError, match="CrossEntropyLoss has no noise"):
+        if what == "set":
+            laplace.noise = 2.0
+        else:
+            laplace.fit_noise()
+
+
 def test_negative_curvature_is_no_precision() -> None:
     """A prior can make up for it; without, variances would be negative."""
     model, loss, X, y = problem("mlp")
