@@ -14,7 +14,8 @@ from torch.testing import assert_close
 from backpack import backpack, extend
 from backpack.core.engine import factored, sources
 from backpack.extensions import BatchGrad, GradGram, ProjectedGrad
-from backpack.linalg import NTK
+from backpack.linalg import NTK, DiagonalOperator
+from backpack.linalg.ntk import output_covariances
 from backpack.utils.gram import cosine_similarities, gradient_diversity, noise_scale, total_gram
 
 PER_SAMPLE = [case for case in CASES if "mixing" not in case.tags]
@@ -217,6 +218,46 @@ def test_tangent_kernel(two_batches: bool) -> None:
     some = NTK(model, X, X2, params=params[:2]).traced()
     sizes = sum(p.numel() for p in params[:2])
     assert_close(some, torch.einsum("ncp,mcp->nm", J[..., :sizes], K[..., :sizes]))
+
+
+class Tokens(nn.Module):
+    """A model of T positions, with a row of its output for each, or for each sample."""
+
+    def __init__(self, is_flat: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 3), nn.Linear(3, 2)
+        self.is_flat = is_flat
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.head(self.embedding(x).tanh())
+        return z.flatten(0, 1) if self.is_flat else z
+
+
+def test_rows_of_outputs_that_are_no_samples() -> None:
+    """They were added up for each sample without a word: kernel and covariance were of the sums."""
+    ids, params = torch.randint(7, (4, 5)), torch.rand(29) + 1
+    torch.manual_seed(0)
+    flat = Tokens(True)
+    message = r"20 rows of outputs for 4 samples: .* \[4, \.\.\.\]"
+    with pytest.raises(ValueError, match=message):
+        NTK(flat, ids)
+    with pytest.raises(ValueError, match=message):
+        output_covariances(flat, [*flat.parameters()], ids, DiagonalOperator(params))
+    torch.manual_seed(0)
+    model = Tokens(False)
+    J = torch.stack(
+        [
+            torch.cat([g.flatten() for g in torch.autograd.grad(z, [*flat.parameters()])])
+            for z in (flat(ids).flatten()[i] for i in range(40))
+        ]
+    )
+    assert torch.allclose(NTK(model, ids).to_dense(), J @ J.T, atol=1e-5)
+    mean, covariance = output_covariances(
+        model, [*model.parameters()], ids, DiagonalOperator(params)
+    )
+    rows = J.unflatten(0, (4, 10))
+    assert torch.allclose(mean, flat(ids).view(4, 10))
+    assert torch.allclose(covariance, rows * params @ rows.mT, atol=1e-5)
 
 
 def test_tangent_kernel_of_nothing() -> None:

@@ -133,7 +133,8 @@ def factored_jacobian(
     Nothing is left at these. ``count`` is how many samples there should be, if they were picked.
 
     Raises:
-        ValueError: If the output does not depend on one of them, or has other samples.
+        ValueError: If the output does not depend on one of them, or has other samples, or several
+            rows of a sample.
     """
     found, ext = [], BatchGrad(factored=True)
     with torch.inference_mode(False), torch.enable_grad():
@@ -154,4 +155,12 @@ def factored_jacobian(
         ):
             (values,) = values_of(params, [ext], output.sum(), "output", retain_graph=True)
         found.append([FactoredGrad.of(value) for value in values])
+        samples = len(found[-1][0])
+        if samples != len(output):
+            raise ValueError(
+                f"The model returns {len(output)} rows of outputs for {samples} samples: a row of "
+                "the Jacobian would be that of a sum of outputs. Let it return the outputs of "
+                f"each sample together, [{samples}, ...], such as [N, T, C] in the place of "
+                "[N·T, C]: all that follows the first axis are outputs of a sample."
+            )
     return found
