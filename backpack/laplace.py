@@ -19,7 +19,7 @@ torch.Size([2, 3])
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from math import exp, log, pi
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ from backpack.linalg.objective import (
     output_of,
 )
 from backpack.linalg.structured import SpectralOperator
-from backpack.utils.by_name import ByName, by_parameter, positive
+from backpack.utils.by_name import ByName, by_parameter, positive, tensor_by_parameter
 from backpack.utils.convert_parameters import parameter_list_to_vector, vector_to_parameter_list
 from backpack.utils.functional import functional_call
 
@@ -141,7 +141,7 @@ class Laplace:
     @prior_precision.setter
     def prior_precision(self, value: ByName) -> None:
         each = by_parameter(value, self._names, "prior precision")
-        precision = self._damped(self._by_weight(each))
+        precision = self._damped(self._by_weight(self.mean.new_tensor(each)))
         self._need_positive(precision.spectrum, value)
         self.posterior = precision.inverse()
         is_one = isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.dim())
@@ -183,10 +183,10 @@ class Laplace:
                 "of the Hessian."
             )
 
-    def _by_weight(self, each: Sequence[float]) -> Tensor:
+    def _by_weight(self, each: Tensor) -> Tensor:
         """Repeat a number of each parameter for all of its weights, ``[P]``."""
         sizes = torch.tensor([p.numel() for p in self._objective.params], device=self.mean.device)
-        return self.mean.new_tensor(each).repeat_interleave(sizes)
+        return each.repeat_interleave(sizes)
 
     def _damped(self, delta: Tensor) -> SpectralOperator:
         return self.curvature.plus_diagonal(delta, "prior precision")
@@ -221,10 +221,12 @@ class Laplace:
     def log_marginal_likelihood(self, prior_precision: ByName | None = None) -> Tensor:
         """Return the log of the probability of the data, for any δ (default: the one that is set).
 
-        ``log p(D) ≈ log p(D | θ*) + log p(θ*) + P/2 log 2π - 1/2 log det(H + δ I)``, a scalar.
+        ``log p(D) ≈ log p(D | θ*) + log p(θ*) + P/2 log 2π - 1/2 log det(H + δ I)``, a scalar: a
+        function of the tensors that are given, which autograd differentiates.
         """
         value = self.prior_precision if prior_precision is None else prior_precision
-        delta = self._by_weight(by_parameter(value, self._names, "prior precision"))
+        each = tensor_by_parameter(value, self._names, "prior precision", self.mean)
+        delta = self._by_weight(each)
         constant = log(2 * pi) / 2 + log(self._noise) if self._is_normal else 0.0
         likelihood = -self.loss - self._num_targets * constant
         prior = delta.log().sum() - (delta * self.mean.square()).sum()
@@ -255,7 +257,8 @@ class Laplace:
             raise ValueError(f"per is 'model', 'layer' or 'parameter', got {per!r}.")
         layers = [n.rpartition(".")[0] for n in self._names]
         of = {"model": [""] * len(layers), "layer": layers, "parameter": self._names}[per]
-        masks = {name: self._by_weight([name == other for other in of]) > 0 for name in of}
+        same = {name: torch.tensor([name == other for other in of]) for name in of}
+        masks = {name: self._by_weight(own.to(self.mean.device)) for name, own in same.items()}
         found = {name: self._fitted(mask, lowest, highest) for name, mask in masks.items()}
         self.prior_precision = found[""] if per == "model" else [found[name] for name in of]
         return self.prior_precision
@@ -291,7 +294,8 @@ class Laplace:
         positive(lowest, "smallest noise")
         spectrum = self._given.spectrum.double()
         each = by_parameter(self.prior_precision, self._names, "prior precision")
-        delta = self._given.by_eigenvector(self._by_weight(each)).double()
+        by_weight = self._by_weight(self.mean.new_tensor(each))
+        delta = self._given.by_eigenvector(by_weight).double()
         self._need_positive(spectrum / (2 * lowest**2) + delta, self.prior_precision)
 
         def evidence(x: float) -> float:  # times two; x is the logarithm of the noise

@@ -306,6 +306,30 @@ def test_precision_of_each_parameter(name: str, kind: Any) -> None:
     assert laplace.prior_precision == 3.0
 
 
+@pytest.mark.parametrize("kind", [KroneckerGGN, DiagonalGGN, EKFAC])
+@pytest.mark.parametrize("given", ["one", "each", "list", "names"])
+def test_gradient_of_the_marginal_likelihood(given: str, kind: Any) -> None:
+    """That of the dense formula, for precisions that are tensors: it was a constant."""
+    model, loss, X, y = problem("mlp")
+    laplace = Laplace(model, loss, batches(X, y), kind)
+    logs = torch.randn(() if given == "one" else 4, requires_grad=True)
+    deltas = logs.exp()
+    forms = {"one": deltas, "each": deltas, "list": [*deltas.expand(4)]}
+    forms["names"] = {"0": deltas.expand(4)[0], "2": deltas.expand(4)[2]}
+    value = laplace.log_marginal_likelihood(forms[given])
+    (found,) = torch.autograd.grad(value, logs, retain_graph=True)
+    sizes = torch.tensor([p.numel() for p in model.parameters()])
+    each = deltas.expand(4)[[0, 0, 2, 2]] if given == "names" else deltas.expand(4)
+    delta = each.repeat_interleave(sizes)
+    theta = parameter_list_to_vector(model.parameters()).detach()
+    logdet = torch.logdet(laplace.curvature.to_dense() + delta.diag())
+    expected = (delta.log().sum() - (delta * theta.square()).sum() - logdet) / 2
+    assert_close(found, *torch.autograd.grad(expected, logs))
+    assert not laplace.log_marginal_likelihood(deltas.detach()).requires_grad
+    laplace.prior_precision = forms[given]  # type: ignore[assignment]
+    assert not laplace.outputs(X)[1].requires_grad
+
+
 @pytest.mark.parametrize("per", ["layer", "parameter"])
 @pytest.mark.parametrize("kind", [KroneckerGGN, DiagonalGGN])
 def test_fit_precision_of_each_part(kind: Any, per: Any) -> None:

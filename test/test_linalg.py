@@ -18,6 +18,7 @@ from torch.autograd.functional import hessian, jacobian
 from torch.func import functional_call
 from torch.nn.functional import dropout
 from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
 
 from backpack import backpack, disable, extend
 from backpack.custom_module.reduce_tuple import ReduceTuple
@@ -1150,7 +1151,7 @@ def test_wrong_vectors() -> None:
         operator.eigsh(31)
 
 
-@pytest.mark.parametrize("kind", [GGN, Hessian, DiagonalGGN, KroneckerGGN])
+@pytest.mark.parametrize("kind", [GGN, Hessian, DiagonalGGN, KroneckerGGN, EmpiricalFisher])
 def test_wrong_data(kind: Any) -> None:
     model, loss_function, (X, y), _ = PROBLEMS["mlp"]()
 
@@ -1163,7 +1164,22 @@ def test_wrong_data(kind: Any) -> None:
         use((X, y))
     with pytest.raises(ValueError, match="tuple"):
         use([(X,)])
-    if kind in (GGN, Hessian):
+    samples, message = TensorDataset(X, y), r"TensorDataset has a sample .*DataLoader\(dataset"
+    with pytest.raises(ValueError, match=message):
+        use(samples)  # Fisher matrices took outputs for samples
+    with pytest.raises(ValueError, match=message):
+        Laplace(model, loss_function, samples)
+    for made in (Influence, ProjectedInfluence):
+        with pytest.raises(ValueError, match=message):
+            made(model, loss_function, samples)
+    with pytest.raises(ValueError, match=message):
+        Influence(model, loss_function, [(X, y)], "identity").scores(samples)
+    of_batches = DataLoader(TensorDataset(X[None], y[None]), batch_size=None)
+    assert_close(
+        kind(model, loss_function, of_batches).to_dense(),
+        kind(model, loss_function, [(X, y)]).to_dense(),
+    )
+    if kind in (GGN, Hessian, EmpiricalFisher):
         with pytest.raises(ValueError, match="iterator"):
             use(iter([(X, y)]))
     else:

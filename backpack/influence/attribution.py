@@ -23,7 +23,14 @@ from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from backpack.influence.positions import axes_of, sum_of_positions
 from backpack.influence.shards import Shards
 from backpack.linalg.extended import UseConverter, extended
-from backpack.linalg.objective import Objective, call, check_read_again, one_of_zeros, output_of
+from backpack.linalg.objective import (
+    Objective,
+    call,
+    check_has_batches,
+    check_read_again,
+    one_of_zeros,
+    output_of,
+)
 from backpack.linalg.order import SameInEachPass, check_not_shuffled
 from backpack.utils.batches import map_tensors, tensors_of
 
@@ -49,6 +56,7 @@ class Attribution:
         """Store what is given."""
         name = type(self).__name__
         check_read_again(name, train_data)
+        check_has_batches(train_data)
         check_not_shuffled(f"{name} numbers training samples", train_data)
         options = (params, progress, process_group)
         data = SameInEachPass(name, train_data)

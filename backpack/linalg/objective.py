@@ -12,6 +12,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset, IterableDataset
 
 from backpack import backpack
 from backpack.context import disable
@@ -70,7 +71,8 @@ class Objective:
         Raises:
             ValueError: If there are no trainable parameters, they are not the model's, complex, of
                 several precisions or on several devices, the loss is no module or its reduction is
-                unknown, or a module in training mode is no function of a sample.
+                unknown, a module in training mode is no function of a sample, or the data are
+                single samples.
             NotImplementedError: On several processes of ``torch.distributed`` without a choice, or
                 with sharded parameters.
         """
@@ -81,6 +83,7 @@ class Objective:
             self.group = DataGroup.of(process_group, model, "An operator over a data set")
         if isinstance(model, DistributedDataParallel):
             model = model.module  # passes over the data leave gradients alone
+        check_has_batches(data)
         self.model = model
         self.loss_function = loss_function
         self.data = data
@@ -307,6 +310,19 @@ def output_drawing_nothing(
             "functional.dropout(x). Call model.eval() first, and let it draw none then."
         )
     return output
+
+
+def check_has_batches(data: object) -> None:
+    """Refuse a data set of samples: their axes would be taken for that of a batch.
+
+    Raises:
+        ValueError: If it is one.
+    """
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        raise ValueError(
+            f"Data are batches (X, y), but {type(data).__name__} has a sample in each item. Use "
+            "DataLoader(dataset, batch_size=...), or batch_size=None if its items are batches."
+        )
 
 
 def check_read_again(what: str, data: Iterable[Any]) -> None:

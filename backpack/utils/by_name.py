@@ -8,7 +8,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 ByName = float | Tensor | Mapping[str, float] | Sequence[float]
@@ -27,8 +29,29 @@ def by_parameter(given: ByName, names: Sequence[str], what: str) -> list[float]:
         ValueError: If one is missing or not positive, or a name is not that of a parameter or
             module.
     """
-    if isinstance(given, Tensor):
-        given = given.tolist()
+    return [positive(value, what) for value in _of_parameters(given, names, what)]
+
+
+def tensor_by_parameter(given: ByName, names: Sequence[str], what: str, like: Tensor) -> Tensor:
+    """Return :func:`by_parameter` as a tensor: a function of the tensors that are given.
+
+    Returns:
+        ``[number of parameters]``, of the precision and on the device of ``like``.
+
+    Raises:
+        ValueError: As for :func:`by_parameter`.
+    """
+    values = _of_parameters(given, names, what)
+    numbers = like.new_tensor([positive(value, what) for value in values])
+    if not any(isinstance(value, Tensor) and value.requires_grad for value in values):
+        return numbers
+    return torch.stack([torch.as_tensor(value).to(like).reshape(()) for value in values])
+
+
+def _of_parameters(given: ByName, names: Sequence[str], what: str) -> list[Any]:
+    """Return what belongs to each parameter, as it was given; see :func:`by_parameter`."""
+    if isinstance(given, Tensor) and given.dim():
+        return _of_parameters([*given], names, what)
     if isinstance(given, Mapping):
         owners = [[k for k in given if k in ("", n) or n.startswith(f"{k}.")] for n in names]
         strange = set(given).difference(*owners)
@@ -38,23 +61,24 @@ def by_parameter(given: ByName, names: Sequence[str], what: str) -> list[float]:
                 f"The {what} by name: {sorted(strange)} are no parameters or modules, and there is "
                 f"none for {missing}. The parameters are {', '.join(names)}; '' stands for all."
             )
-        values = [given[max(found, key=len)] for found in owners]
+        values: list[Any] = [given[max(found, key=len)] for found in owners]
     else:
-        values = list(given) if isinstance(given, Sequence) else [given] * len(names)
+        values = [*given] if isinstance(given, Sequence) else [given] * len(names)
     if len(values) != len(names):
         raise ValueError(
             f"The {what} is one number, or one for each of {len(names)} parameters, got "
             f"{len(values)}."
         )
-    return [positive(value, what) for value in values]
+    return values
 
 
-def positive(value: float, what: str) -> float:
+def positive(value: float | Tensor, what: str) -> float:
     """Return a number as it is.
 
     Raises:
         ValueError: If it is not positive.
     """
-    if not value > 0:
-        raise ValueError(f"The {what} has to be positive, got {value}.")
-    return float(value)
+    number = float(value.detach() if isinstance(value, Tensor) else value)
+    if not number > 0:
+        raise ValueError(f"The {what} has to be positive, got {number:g}.")
+    return number
