@@ -505,6 +505,49 @@ def test_measure() -> None:
     assert_close(measured.scores(queries), -plain.scores(queries))  # it is minus the loss
 
 
+@pytest.mark.parametrize("name", ["mlp", "seq2seq"])
+@pytest.mark.parametrize("kind", [Influence, ProjectedInfluence, TracIn])
+def test_measures_that_are_no_sum(kind: Any, name: str) -> None:
+    """A mean depends on how the queries are cut into batches; it was taken as it is."""
+    if name == "mlp":
+        model, loss, X, y = problem("mlp")
+    else:  # several terms for each query
+        torch.manual_seed(0)
+        model, loss = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 4)), Flattened()
+        X, y = torch.randint(5, (N + Q, 2)), torch.randint(4, (N + Q, 2))
+    data, queries = batches(X, y), (X[N:], y[N:])
+    more: Any = {TracIn: {"checkpoints": [model.state_dict()]}}.get(kind, {})
+
+    def scores(measure: Any, queries: Any = queries) -> Tensor:
+        return kind(model, loss, data, measure=measure, **more).scores(queries)
+
+    def mean(f: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(f.flatten(0, -2), y.flatten())
+
+    def total(f: Tensor, y: Tensor) -> Tensor:
+        return y.numel() * mean(f, y)
+
+    expected = kind(model, loss, data, **more).scores(queries)
+    assert_close(scores(total), expected)
+    for wrong in (mean, lambda f, y: f[1].sum()):
+        with pytest.raises(ValueError, match=r"sum over the queries.*reduction='sum'"):
+            scores(wrong)
+    one = X[N : N + 1], y[N : N + 1]
+    size = y[N].numel()
+    assert_close(size * scores(mean, [one]), expected[:1])
+    assert_close(scores(lambda f, y: f[0].sum(), [one]), scores(lambda f, y: f.sum(), [one]))
+    for bad in (lambda f, y: f, lambda f, y: 1.0):
+        with pytest.raises(ValueError, match=r"one number, the sum .*add \.sum\(\)"):
+            scores(bad)
+
+
+class Flattened(nn.CrossEntropyLoss):
+    """The mean over samples and positions, ``[N, T, C]``."""
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        return super().forward(f.transpose(1, -1), y)
+
+
 def test_some_parameters_and_default_damping() -> None:
     model, loss, X, y = problem("mlp")
     data = batches(X, y)
@@ -727,10 +770,11 @@ def test_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not computed
     with pytest.raises(ValueError, match="other queries"):
         influence.scores((X[:2], y[:2]), folder=tmp_path)
+    total = nn.CrossEntropyLoss(reduction="sum")
     for other in (
         Influence(model, loss, data, curvature, 2 * DAMPING),
         Influence(model, loss, data, curvature, DAMPING, query_rank=1),
-        Influence(model, loss, data, curvature, DAMPING, measure=lambda *batch: -loss(*batch)),
+        Influence(model, loss, data, curvature, DAMPING, measure=lambda *batch: -total(*batch)),
     ):
         with pytest.raises(ValueError, match="other queries, options or parameters"):
             other.scores(queries, folder=tmp_path)

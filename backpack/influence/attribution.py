@@ -15,7 +15,7 @@ from torch.linalg import vector_norm
 from torch.nn import Module, Parameter
 from torch.nn.functional import pad
 
-from backpack import backpack
+from backpack import backpack, disable
 from backpack.core.engine.factored import FactoredGrad
 from backpack.distributed.data_group import ProcessGroupChoice, check_same, digest
 from backpack.extensions import BatchGrad
@@ -218,6 +218,7 @@ class Attribution:
                     if is_query and self._measure is not None:
                         output = call(name, model, X)
                         weight, loss = 1.0, self._measure(output, *targets)
+                        _check_is_number(self._measure, loss)
                     else:
                         output = output_of(name, model, X, loss_function)
                         weight = objective.weight(X, output, targets)
@@ -228,6 +229,8 @@ class Attribution:
             finally:
                 values = [vars(p).pop(ext.savefield, None) for p in objective.params]
         unused = [n for n, value in zip(self.names, values, strict=True) if value is None]
+        if is_query and self._measure is not None:
+            _check_is_sum(self._measure, output, targets)
         if unused:
             raise ValueError(
                 f"The loss does not depend on {', '.join(unused)} through an extended module. "
@@ -299,6 +302,48 @@ class Attribution:
         read = Objective(own.model, own.loss_function, batches, own.params, False, None)
         for X, targets, _ in with_samples(read):
             yield X, targets
+
+
+def _check_is_number(measure: Measure, value: Any) -> None:
+    """Refuse a measure that returns something else than one number.
+
+    Raises:
+        ValueError: If it does.
+    """
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else value
+        raise ValueError(
+            f"The measure {measure!r} has to return one number, the sum over the queries of a "
+            f"batch, got {shape}: add .sum()."
+        )
+
+
+def _check_is_sum(measure: Measure, output: Any, targets: Sequence[Any]) -> None:
+    """Refuse a mean over the queries: scores would depend on how many are in a batch.
+
+    Raises:
+        ValueError: If it is one, which twice the queries show.
+    """
+    if not any(x.dim() and len(x) > 1 for x in tensors_of(output)):
+        return
+
+    def value(count: int) -> float:
+        repeated = map_tensors(
+            lambda x: torch.cat([x.detach()] * count) if x.dim() else x, (output, tuple(targets))
+        )
+        return float(measure(repeated[0], *repeated[1]))
+
+    with torch.no_grad(), disable():
+        try:
+            once, twice = value(1), value(2)
+        except Exception:  # a measure may know how many there are
+            return
+    if once and isclose(once, twice, rel_tol=1e-3):
+        raise ValueError(
+            f"The measure {measure!r} has to be a sum over the queries of a batch, but twice the "
+            f"queries give the same value, {once:g}: it is a mean, or looks at some of them. Use "
+            "reduction='sum', or one query in each batch."
+        )
 
 
 def with_samples(objective: Objective) -> Iterator[tuple[Any, Any, bool]]:

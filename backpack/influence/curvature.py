@@ -74,7 +74,7 @@ class Influence(Attribution):
             damping: λ. Default: a tenth of the mean eigenvalue of a structured operator.
             params: Parameters that may move. Default: the trainable ones of the model.
             measure: What is looked at in the place of a query's loss: called as ``measure(model(X),
-                y)``, returns a sum over the queries.
+                y)``, returns a sum over the queries (a mean is an error).
             query_rank: Keep for each query and weight ``[O, ...]`` so many singular vectors of the
                 preconditioned gradient. Default: all of it.
             tolerance: Relative residual of conjugate gradients.
