@@ -119,6 +119,7 @@ def _other_kinds(rank: int, count: int, folder: str) -> None:
         whole = TracIn(model(), loss, batches(None), states, process_group=None, **options)
         own = TracIn(model(), loss, batches(rank), states, process_group=world, **options)
         close(own.scores(queries()), whole.scores(queries()))
+        close(own.self_scores(), whole.self_scores())
     projection = ProjectedGrad(8)
     whole = ProjectedInfluence(
         model(), loss, batches(None), projection, process_group=None, **given
@@ -194,7 +195,7 @@ def _empty(rank: int, count: int, folder: str) -> None:
         found, whole = kind(model(), loss, own, **world), kind(model(), loss, batches(1), **alone)
         close(found.scores(queries()), whole.scores(queries()))
         close(found.top(3, queries())[0], whole.top(3, queries())[0])
-        if not isinstance(found, TracIn) and not isinstance(getattr(found, "curvature", 0), GGN):
+        if not isinstance(getattr(found, "curvature", 0), GGN):
             close(found.self_scores(), whole.self_scores())
     of_files = Influence(model(), loss, own, damping=0.1, **world)
     for _ in range(2):

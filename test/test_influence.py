@@ -856,13 +856,14 @@ def test_damping_and_curvature_that_are_set_later() -> None:
 def test_tracin(tmp_path: Path) -> None:
     model, loss, X, y = problem("sequence")
     data, queries = batches(X, y), (X[N:], y[N:])
-    checkpoints, expected, rates = [], torch.zeros(Q, N), (0.1, 0.3)
+    checkpoints, expected, rates, own_scores = [], torch.zeros(Q, N), (0.1, 0.3), torch.zeros(N)
     for rate in rates:
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(0.1 * torch.randn_like(p))
         G = sample_gradients(model, loss, X, y)
         expected += rate * G[N:] @ G[:N].T
+        own_scores += rate * G[:N].square().sum(1)
         checkpoints.append({name: t.clone() for name, t in model.state_dict().items()})
     with torch.no_grad():
         model.head.bias.add_(1.0)  # type: ignore[union-attr]
@@ -873,9 +874,33 @@ def test_tracin(tmp_path: Path) -> None:
     assert_close(tracin.scores(queries, folder=tmp_path / "shards"), expected)
     assert_close(tracin.scores(queries, folder=tmp_path / "shards"), expected)
     assert_close(tracin.top(2, queries)[1], expected.topk(2).indices)
+    assert_close(tracin.self_scores(), own_scores)
+    assert_close(tracin.self_scores(), tracin.scores((X[:N], y[:N])).diag())
     assert_close(dict(model.state_dict()), own)
     with pytest.raises(ValueError, match="learning rate for each: got 2 and 1"):
         TracIn(model, loss, data, checkpoints, [0.1])
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_checkpoints_that_are_no_state_of_the_model(is_file: bool, tmp_path: Path) -> None:
+    """The error says what to give; the model stays as it is."""
+    model, loss, X, y = problem("mlp")
+    own = copy.deepcopy(model.state_dict())
+    wrapped = {"epoch": 3, "network": copy.deepcopy(model.state_dict())}
+    for checkpoint, message in (
+        (wrapped, "entries epoch, network, without 0.weight.*Give what is in its entry 'network'"),
+        ({"other": torch.ones(2)}, r"entries other, .*Give model\.state_dict\(\)"),
+        ([torch.ones(2)], "has list"),
+    ):
+        given: Any = checkpoint
+        if is_file:
+            given, message = tmp_path / "state.pt", f"state.pt has.*{message}"
+            torch.save(checkpoint, given)
+            message = message.replace("has.*has", "has")
+        tracin = TracIn(model, loss, batches(X, y), [given])
+        with pytest.raises(ValueError, match=message):
+            tracin.scores((X[N:], y[N:]))
+    assert_close(dict(model.state_dict()), dict(own))
 
 
 def test_projections_stay_those_of_the_model() -> None:
@@ -910,6 +935,7 @@ def test_projected_influence() -> None:
     influence = ProjectedInfluence(model, loss, data, ProjectedGrad(7, seed=2), DAMPING)
     tracin = TracIn(model, loss, data, [model.state_dict()], [0.5], ProjectedGrad(7, seed=2))
     found, traced = influence.scores(queries), tracin.scores(queries)
+    assert_close(tracin.self_scores(), tracin.scores((X[:N], y[:N])).diag())
     own = influence.self_scores()
     each = features(model, X, y, 7)
     phi = torch.stack(each).sum(0)
@@ -1201,7 +1227,6 @@ def test_batches_without_samples_are_left_out(reduction: str) -> None:
         found, expected = made([none, *batches(X, y), none]), made(batches(X, y))
         assert_close(found.scores([none, queries]), expected.scores(queries))
         assert_close(found.top(2, queries), expected.top(2, queries))
-        if not isinstance(found, TracIn):
-            assert_close(found.self_scores(), expected.self_scores())
+        assert_close(found.self_scores(), expected.self_scores())
         with pytest.raises(ValueError, match="no samples"):
             found.scores(none)

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack.distributed.data_group import ProcessGroupChoice
-from backpack.extensions import ProjectedGrad
+from backpack.extensions import BatchL2Grad, ProjectedGrad
 from backpack.influence.attribution import Attribution, By, Directions, Measure, with_samples
 from backpack.linalg.extended import UseConverter
 from backpack.linalg.objective import flattened
@@ -117,19 +117,64 @@ class TracIn(Attribution):
         weight, rows = self._values(projection, X, targets, False)
         return weight, [q @ n.T for q, n in zip(queries, rows, strict=True)]
 
+    def self_scores(self) -> Tensor:
+        """Compute the influence of each training sample on its own loss, ``[N]``.
+
+        ``sum_c η_c |∇ℓ_n(θ_c)|²``, high where a sample is hard to learn: an outlier, or a wrong
+        label. Along a projection, if there is one.
+        """
+        ext = self._projection or BatchL2Grad()
+        total: Tensor | None = None
+        for checkpoint, rate in zip(self._checkpoints, self._rates, strict=True):
+            found = []
+            with self._at(checkpoint), self._objective.telling():
+                for X, targets, counts in with_samples(self._objective):
+                    squares = self._values(ext, X, targets, False)[1]
+                    if self._projection is not None:
+                        squares = [rows.square().sum(1) for rows in squares]
+                    found.append(torch.stack(squares).sum(0)[: None if counts else 0])
+            scores = rate * torch.cat(found)
+            total = scores if total is None else total + scores
+        assert total is not None  # there is a checkpoint
+        return self._gathered([total])[0]
+
     @contextmanager
     def _at(self, checkpoint: Mapping[str, Tensor] | str | Path) -> Iterator[None]:
-        """Give the model other parameters for a moment."""
+        """Give the model other parameters for a moment.
+
+        Raises:
+            ValueError: If the checkpoint is not that of the model.
+        """
         model = self._objective.model
         own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         state: Any = checkpoint
         if isinstance(checkpoint, (str, Path)):
             state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        if not isinstance(state, Mapping) or not set(own).issubset(state):
+            _refuse_checkpoint(checkpoint, state, own)
         try:
             model.load_state_dict(state)
             yield
         finally:
             model.load_state_dict(own)
+
+
+def _refuse_checkpoint(checkpoint: object, state: Any, own: Mapping[str, Tensor]) -> NoReturn:
+    """Tell what a checkpoint is, in the place of a state dictionary of the model.
+
+    Raises:
+        ValueError: In any case.
+    """
+    where = f"the file {checkpoint}" if isinstance(checkpoint, (str, Path)) else "a checkpoint"
+    entries: Mapping[Any, Any] = state if isinstance(state, Mapping) else {}
+    inside = [k for k, v in entries.items() if isinstance(v, Mapping) and set(own).issubset(v)]
+    has = f"the entries {', '.join(map(str, [*entries][:5]))}" if entries else type(state).__name__
+    missing = ", ".join([name for name in own if name not in entries][:5])
+    give = f"Give what is in its entry {inside[0]!r}." if inside else "Give model.state_dict()."
+    raise ValueError(
+        f"TracIn needs state dictionaries of the model, but {where} has {has}, without {missing}. "
+        f"{give}"
+    )
 
 
 class ProjectedInfluence(Attribution):
