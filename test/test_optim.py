@@ -1000,6 +1000,36 @@ def test_a_part_is_not_counted_twice() -> None:
     optimiser.step()
 
 
+def test_a_part_is_not_forgotten() -> None:
+    """Of several backward passes, the step used the last one alone, without a word."""
+    steps = []
+    for forgets in (True, False):
+        model, lossfunc = network(), extend(nn.CrossEntropyLoss())
+        generator = torch.Generator().manual_seed(3)
+        optimiser = DPSGD(model.parameters(), **PRIVATE, generator=generator)
+        if forgets:
+            for x, y in zip(X.split(3), Y.split(3), strict=True):
+                with backpack(*optimiser.extensions):
+                    lossfunc(model(x), y).backward()
+            for use in (optimiser.accumulate, optimiser.step):
+                with pytest.raises(RuntimeError, match=r"2 backward passes .*accumulate\(\) after"):
+                    use()
+                with backpack(*optimiser.extensions):
+                    (lossfunc(model(X), Y) + lossfunc(model(X), Y)).backward()
+                with backpack(*optimiser.extensions):
+                    lossfunc(model(X), Y).backward()
+            optimiser.zero_grad()  # drops them
+        with backpack(*optimiser.extensions):
+            lossfunc(model(X), Y).backward()
+        optimiser.step()
+        with backpack(*optimiser.extensions):
+            lossfunc(model(X), Y).backward()
+        optimiser.step_without_samples()  # this pass is of no later step
+        optimiser.zero_grad()
+        steps.append(parameters(model))
+    assert_close(*steps)
+
+
 def test_a_batch_that_was_dropped_is_not_used() -> None:
     """A backward pass outside of the context has no clipped gradients, not those before it."""
     model, lossfunc = network(), extend(nn.CrossEntropyLoss())

@@ -295,6 +295,36 @@ def test_data_along_other_axes() -> None:
             step(linear, lambda m=linear, i=rows: MIXING["counts"](m(data[i]), targets[i]))  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("index", [slice(N), torch.arange(N), [*range(N)]], ids=str)
+def test_rows_of_a_table_with_as_many_columns_as_samples(index: Any) -> None:
+    """They were taken for samples, and the step was refused; what mixes rows still is."""
+    table, labels = torch.rand(30, N), torch.arange(30) % 3
+    sums = []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        model = extend(nn.Sequential(nn.Linear(N, 4), nn.Tanh(), nn.Linear(4, 3)))
+        rows = table[index]
+
+        def loss(model: nn.Module = model, inside: bool = inside, X: Tensor = rows) -> Tensor:
+            first = labels[0] * 0  # a number is no table
+            return F.cross_entropy(model(table[index] if inside else X), labels[index]) + first
+
+        step(model, loss)
+        sums.append([p.detach() for p in model.parameters()])
+    assert_close(*sums)
+
+    for mixed in (
+        lambda: table[index] - table[index].mean(0),
+        lambda: (table - table[index].mean(0))[index],
+        lambda: table[:, : N - 1][index] * table[index].std(),
+        lambda: (table * table[index].max())[index],
+    ):
+        wide = mixed().shape[1]
+        model = extend(nn.Sequential(nn.Linear(wide, 4), nn.Tanh(), nn.Linear(4, 3)))
+        with pytest.raises(ValueError, match="may depend on other samples"):
+            step(model, lambda model=model, x=mixed: F.cross_entropy(model(x()), labels[index]))
+
+
 def test_noise_is_that_of_the_bound_that_was_used() -> None:
     """Not of one that is set between the backward pass and the step."""
     torch.manual_seed(0)

@@ -217,10 +217,18 @@ class DPOptimizer(ExtensionOptimizer):
         ``extensions``; ``step`` takes the last one by itself. Clipped sums simply add up.
 
         Raises:
-            RuntimeError: If a parameter has a gradient, but no clipped one that is new.
+            RuntimeError: If a parameter has a gradient, but no clipped one that is new, or there
+                were several backward passes, of which one alone has left its sums.
             ValueError: If samples were mixed, or nobody can tell, or the loss has another reduction
                 than ``loss_reduction``.
         """
+        passes, self.extension.passes = self.extension.passes, 0  # type: ignore[attr-defined]
+        if passes > 1:
+            raise RuntimeError(
+                f"{type(self).__name__}: {passes} backward passes since the last step, but the "
+                "clipped gradients of the last one alone are there. Call accumulate() after each "
+                "to add them up, or zero_grad() to drop those before."
+            )
         found = {p: self._quantity(p) for _, p, _ in self._trained()}
         samples = next((len(p.clip_norms) for p in found), 0)  # type: ignore[attr-defined]
         why = self.extension.program.dependence([*found], samples)
@@ -254,6 +262,7 @@ class DPOptimizer(ExtensionOptimizer):
             set_to_none: Whether to set them to None, instead of zero.
         """
         super().zero_grad(set_to_none)
+        self.extension.passes = 0  # type: ignore[attr-defined]
         for group in self.param_groups:
             for p in group["params"]:
                 self._use(p)
@@ -319,6 +328,7 @@ class DPOptimizer(ExtensionOptimizer):
                 noise = torch.empty(1, device=like.device).normal_(generator=self.generator)
                 count += self.adaptive.count_noise * noise
         self._bound = 0.0
+        self.extension.passes = 0  # type: ignore[attr-defined]
         if self._group is not None:
             *noisy, count = self._group.total(what, [*noisy, count])
         for p, total in zip(trained, noisy, strict=True):

@@ -213,6 +213,8 @@ class _Batch:
         new = [x for x in tensors if id(x) not in self.values and not self._is_passed_on(x)]
         if any(map(_is_unseen, new)):
             raise _UnseenError
+        if len(new) == len(tensors) and self._is_choice_of_rows(seen):
+            return  # what was chosen is data of the samples, whatever the sizes of the others
         unknown = [x for x in new if not self._has_samples(x)]
         depends = any(id(x) in self.depends for x in tensors)
         if unknown and not depends and not any(x.requires_grad for x in tensors):
@@ -237,6 +239,21 @@ class _Batch:
 
     def _value(self, x: Any) -> Any:
         return self.values[id(x)] if isinstance(x, Tensor) else x
+
+    def _is_choice_of_rows(self, seen: Seen) -> bool:
+        """Whether so many rows as there are samples are taken from others, which have other axes.
+
+        It mixes nothing: an axis of another meaning may have as many entries as there are samples.
+        """
+        x, result = seen.args[0], seen.result
+        return (
+            seen.function is Tensor.__getitem__
+            and isinstance(result, Tensor)
+            and not x.requires_grad
+            and 0 < x.dim() == result.dim()
+            and len(x) != self.samples == len(result)
+            and x.shape[1:] == result.shape[1:]
+        )
 
     def _is_passed_on(self, x: Tensor) -> bool:
         """Whether a tensor is one that has values, behind the hooks of a module."""

@@ -42,6 +42,7 @@ class ClippedGrad(FirstOrderBackpropExtension):
         leaves_out_infinite: Whether a sample adds nothing if its norm is not finite, where it would
             make the sum NaN. To see whether there is one, a GPU is waited for.
         latest_norm: What ``max_norm`` was in the latest backward pass.
+        passes: How many backward passes there were, of which the latest has left its sums.
     """
 
     needs = ("factored", "square_norm")
@@ -89,6 +90,7 @@ class ClippedGrad(FirstOrderBackpropExtension):
         self.loss_reduction = loss_reduction
         self.leaves_out_infinite = False
         self.latest_norm = float(max_norm)
+        self.passes = 0
         super().__init__("grad_clipped", subsampling=subsampling)
 
     def extract(self, products: Products) -> FactoredGrad:
@@ -100,6 +102,7 @@ class ClippedGrad(FirstOrderBackpropExtension):
     ) -> Iterator[tuple[Parameter, str, Tensor]]:
         """Clip and sum; what is not needed any more is freed on the way."""
         self.latest_norm = self.max_norm
+        self.passes += 1
         for group in self._groups(list(collected)):
             members = {p: FactoredGrad.of(collected.pop(p)) for p in group if p in collected}
             if not members:
