@@ -1000,6 +1000,29 @@ def test_a_part_is_not_counted_twice() -> None:
     optimiser.step()
 
 
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("kind", [KFAC, DiagGGN, DPSGD])
+def test_a_gradient_scaler_is_refused(kind: Any, unscales: bool) -> None:
+    """The curvature, and norms of samples, stay scaled: steps were others, without a word."""
+    model, lossfunc = network(), extend(nn.CrossEntropyLoss())
+    optimiser = kind(model.parameters(), **(PRIVATE if kind is DPSGD else {}))
+    before = parameters(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    with backpack(*optimiser.extensions):
+        scaler.scale(lossfunc(model(X), Y)).backward()
+    if unscales:
+        scaler.unscale_(optimiser)
+    with pytest.raises(RuntimeError, match=f"{kind.__name__} does not work with a gradient scaler"):
+        scaler.step(optimiser)
+    assert_close(parameters(model), before)
+    optimiser.zero_grad()
+    none = torch.amp.GradScaler("cpu", enabled=False)
+    with backpack(*optimiser.extensions):
+        none.scale(lossfunc(model(X), Y)).backward()
+    none.step(optimiser)
+    assert any((p != old).any() for p, old in zip(parameters(model), before, strict=True))
+
+
 def test_a_part_is_not_forgotten() -> None:
     """Of several backward passes, the step used the last one alone, without a word."""
     steps = []

@@ -85,6 +85,8 @@ class ExtensionOptimizer(Optimizer):
     on_processes: ClassVar[str] = "Run it in one process."
     averaged_over: Any = "module"
     like_parameters: ClassVar[tuple[str, ...]] = ()
+    # a gradient scaler tells the optimiser that it is there, by an attribute
+    _step_supports_amp_scaling: ClassVar[bool] = True
 
     def __init__(self, params: Any, defaults: dict[str, Any], extension: BackpropExtension):
         """Store the options; those that a subclass has set before belong to the whole optimiser."""
@@ -137,10 +139,12 @@ class ExtensionOptimizer(Optimizer):
             The value of the closure, None without one.
 
         Raises:
-            RuntimeError: If a parameter has a gradient, but not the quantity that belongs to it.
+            RuntimeError: If a parameter has a gradient, but not the quantity that belongs to it, or
+                a gradient scaler does the step.
             NotImplementedError: On several processes of ``torch.distributed``, unless the quantity
                 is that of all of them and all that the step reads is.
         """
+        self._refuse_scaler()
         if not self.works_on_processes:
             check_one_process(type(self).__name__, self.on_processes)
         loss = None
@@ -149,6 +153,22 @@ class ExtensionOptimizer(Optimizer):
         with torch.no_grad():
             self._update(closure, loss)
         return loss
+
+    def _refuse_scaler(self) -> None:
+        """Refuse a step of ``torch.amp.GradScaler``, which is not told what else it has scaled.
+
+        Raises:
+            RuntimeError: If it is one.
+        """
+        is_scaled = vars(self).pop("found_inf", None) is not None
+        vars(self).pop("grad_scale", None)
+        if is_scaled:
+            raise RuntimeError(
+                f"{type(self).__name__} does not work with a gradient scaler: that multiplies "
+                f"{self.extension.savefield} as well as gradients, and undoes it for p.grad alone. "
+                "Call step() without it, and use bfloat16, which needs none "
+                "(GradScaler(enabled=False) does nothing)."
+            )
 
     def _run(self, closure: Closure) -> Any:
         """Run a closure in the context that it needs."""
