@@ -98,6 +98,37 @@ def test_each_parameter() -> None:
         assert_close(p.grad_clipped, clipped([g], 0.05)[0][0])
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("per", ["model", "parameter"])
+def test_normalised(per: Any, reduction: Any) -> None:
+    """Factors ``R / (|g| + γ)`` of the samples' own losses; of a mean, the sum has 1/N."""
+    model, X, y = network()
+    grads = individual(model, X, y)  # of the mean
+    ext = ClippedGrad(0.3, per, loss_reduction=reduction, stability=0.02)
+    ps = step(model, X, y, ext, reduction=reduction)
+    scale = 7 if reduction == "mean" else 1
+    for i, p in enumerate(ps):
+        members = grads if per == "model" else [grads[i]]
+        rows = torch.cat([7 * g.flatten(1) for g in members], 1)  # own losses
+        factors = 0.3 / (rows.norm(dim=1) + 0.02)
+        assert_close(scale * p.grad_clipped, torch.einsum("n,n...->...", factors, 7 * grads[i]))
+        assert_close(p.clip_norms, rows.norm(dim=1))
+
+
+def test_derivatives_of_normalised_gradients() -> None:
+    """Also where one is zero, at which the norm has none."""
+    layer = extend(nn.Linear(2, 1, bias=False).double())
+    X = torch.tensor([[0.0, 0.0], [1.0, 2.0]]).double()
+    with backpack(ClippedGrad(0.5, stability=0.1)):
+        layer(X).square().sum().backward(create_graph=True)
+    w = layer.weight
+    (found,) = torch.autograd.grad(w.grad_clipped.sum(), w)  # type: ignore[attr-defined]
+    copied = w.detach().clone().requires_grad_()
+    g = 2 * (copied @ X[1]) * X[1]
+    (expected,) = torch.autograd.grad((0.5 / (g.norm() + 0.1) * g).sum(), copied)
+    assert_close(found, expected)
+
+
 def test_weights_and_the_mean() -> None:
     """A mean with the samples' own losses compared, is a sum divided by N."""
     model, X, y = network()
@@ -192,6 +223,8 @@ def test_nothing_is_left_after_an_error() -> None:
     "options, message",
     [
         ({"max_norm": 0}, "max_norm has to be larger than 0, got 0"),
+        ({"max_norm": [1.0, 2.0]}, r"one number, got \[1.0, 2.0\]: groups"),
+        ({"stability": 0.0}, "stability has to be larger than 0, or None, got 0"),
         ({"per": "layer"}, "'model', 'parameter' or groups of parameters, got 'layer'"),
         ({"loss_reduction": "none"}, "'mean' or 'sum', got 'none'"),
         ({"loss_reduction": "mean", "subsampling": [0]}, "divide max_norm by it"),

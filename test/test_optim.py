@@ -1000,6 +1000,101 @@ def test_a_part_is_not_counted_twice() -> None:
     optimiser.step()
 
 
+def groups_of(per: Any, model: Any) -> list[list[Any]]:
+    """The parameters that are clipped together."""
+    ps = list(model.parameters())
+    return {"model": [ps], "parameter": [[p] for p in ps], "layers": [ps[:2], ps[2:]]}[per]
+
+
+@pytest.mark.parametrize("stability", [None, 0.05])
+@pytest.mark.parametrize("per", ["model", "parameter", "layers"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_parts_that_are_clipped_together(reduction: Any, per: Any, stability: Any) -> None:
+    """Each of K groups has the bound R / √K; a sample adds R at most, which has the noise."""
+    model = network()
+    reference = copy.deepcopy(model)
+    groups = groups_of(per, model)
+    own: Any = groups if per == "layers" else per
+    optimiser = DPSGD(
+        model.parameters(),
+        **PRIVATE,
+        loss_reduction=reduction,
+        generator=torch.Generator().manual_seed(3),
+        per=own,
+        stability=stability,
+    )
+    assert optimiser.max_grad_norm == PRIVATE["max_grad_norm"]
+    lossfunc = extend(nn.CrossEntropyLoss(reduction=reduction))
+    for x, y in zip(X.split(2), Y.split(2), strict=True):
+        optimiser.zero_grad()
+        with backpack(*optimiser.extensions):
+            lossfunc(model(x), y).backward()
+        optimiser.accumulate()
+    optimiser.step()
+    R = PRIVATE["max_grad_norm"]
+    ps, of_reference = list(reference.parameters()), groups_of(per, reference)
+    bound = R / len(of_reference) ** 0.5
+    total = {p: torch.zeros_like(p) for p in ps}
+    clipped = 0
+    for x, y in zip(X, Y, strict=True):
+        grads = torch.autograd.grad(nn.functional.cross_entropy(reference(x), y), ps)
+        by_parameter = dict(zip(ps, grads, strict=True))
+        squares = 0.0
+        for group in of_reference:
+            norm = torch.cat([by_parameter[p].flatten() for p in group]).norm()
+            factor = min(1, bound / norm) if stability is None else bound / (norm + stability)
+            clipped += int(factor < 1)
+            squares += float((factor * norm).square())
+            for p in group:
+                total[p] += factor * by_parameter[p]
+        assert squares**0.5 <= R * (1 + 1e-6)
+    assert clipped
+    generator = torch.Generator().manual_seed(3)
+    noise = [torch.empty_like(p).normal_(generator=generator) for p in ps]
+    sigma = PRIVATE["noise_multiplier"] * R
+    for p, new, n in zip(ps, model.parameters(), noise, strict=True):
+        assert_close(new, p - PRIVATE["lr"] * (total[p] + sigma * n) / 5)
+    assert copy.deepcopy(optimiser).max_grad_norm == R
+
+
+@pytest.mark.parametrize("as_groups", [False, True])
+def test_frozen_and_later_parameters(as_groups: bool) -> None:
+    """What is frozen takes no part of the bound; what is added later is a group of its own."""
+    model = network()
+    ps = list(model.parameters())
+    ps[0].requires_grad_(False)
+    given: dict[str, Any] = {**PRIVATE, "noise_multiplier": 0.0, "max_grad_norm": 1e-3}
+    optimiser = DPSGD(ps[:3], **given, per=[[p] for p in ps[:3]] if as_groups else "parameter")
+    lossfunc = extend(nn.CrossEntropyLoss())
+    for number in (2, 3):
+        optimiser.zero_grad()
+        with backpack(*optimiser.extensions):  # of one sample that is clipped in all of them
+            lossfunc(model(X[:1]), Y[:1]).backward()
+        optimiser.step()
+        expected = 1e-3 / number**0.5 / 5
+        for p in ps[1 : number + 1]:
+            assert p.grad is not None
+            assert float(p.grad.norm()) == pytest.approx(expected, rel=1e-5)
+        if number == 2:
+            optimiser.add_param_group({"params": [ps[3]]})
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"max_grad_norm": [0.1, 0.2]}, r"one number, got \[0.1, 0.2\].*per='parameter'"),
+        ({"per": "layer"}, "'model', 'parameter' or groups, got 'layer'"),
+        ({"per": [[nn.Parameter(torch.ones(2))]]}, "1 groups of 1 parameters.*has 4"),
+        ({"per": "parameter", "adaptive": AdaptiveClipping()}, "goes with per='model'"),
+        ({"stability": 0.1, "adaptive": AdaptiveClipping()}, "without stability"),
+        ({"stability": -1.0}, "stability has to be larger than 0"),
+    ],
+)
+def test_wrong_choices_of_clipping(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DPSGD(network().parameters(), **{**PRIVATE, **options})
+
+
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("kind", [KFAC, DiagGGN, DPSGD])
 def test_a_gradient_scaler_is_refused(kind: Any, unscales: bool) -> None:

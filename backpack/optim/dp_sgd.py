@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from math import exp
 from typing import Any, ClassVar, Literal
 
@@ -19,6 +20,8 @@ from backpack.distributed.data_group import DataGroup, telling
 from backpack.extensions import ClippedGrad
 from backpack.optim.base import Closure, ExtensionOptimizer, check_options, refuse_model
 from backpack.optim.other_samples import Program
+
+PerGroup = Literal["model", "parameter"] | Iterable[Iterable[Parameter]]
 
 
 class AdaptiveClipping:
@@ -125,6 +128,8 @@ class DPOptimizer(ExtensionOptimizer):
         generator: Generator | None = None,
         adaptive: AdaptiveClipping | None = None,
         process_group: ProcessGroup | None = None,
+        per: PerGroup = "model",
+        stability: float | None = None,
     ):
         """Store the options.
 
@@ -145,6 +150,12 @@ class DPOptimizer(ExtensionOptimizer):
             adaptive: Let R follow a quantile of the norms. Default: R stays.
             process_group: Processes of ``torch.distributed`` that have samples of their own, with
                 the same weights. Default: this process has all; several are an error.
+            per: What is clipped together: all parameters (``"model"``), each alone
+                (``"parameter"``), or groups, such as ``[layer.parameters() for layer in model]``.
+                Each of K groups has the bound ``R / √K``, so that R bounds a sample's gradient, and
+                noise and accounting stay as they are.
+            stability: γ, small next to norms of gradients: they are normalised, to ``R g / (‖g‖ +
+                γ)``, instead of clipped. Default: clip.
 
         Raises:
             ValueError: If an option is out of range.
@@ -168,6 +179,11 @@ class DPOptimizer(ExtensionOptimizer):
                 "process_group is a group of torch.distributed, such as group.WORLD, or None, got "
                 f"{process_group!r}: the step adds up sums itself."
             )
+        if isinstance(max_grad_norm, (list, tuple)):
+            raise ValueError(
+                f"max_grad_norm is one number, got {max_grad_norm!r}. To clip layers alone, give "
+                "per='parameter', or groups of parameters."
+            )
         if not max_grad_norm > 0 or not noise_multiplier >= 0 or not expected_batch_size > 0:
             raise ValueError(
                 "max_grad_norm and expected_batch_size have to be larger than 0, noise_multiplier "
@@ -175,6 +191,12 @@ class DPOptimizer(ExtensionOptimizer):
             )
         if adaptive is not None:
             adaptive.noise_of_gradients(noise_multiplier)
+        if adaptive is not None and (per != "model" or stability is not None):
+            raise ValueError(
+                "adaptive= follows the norms over all parameters that are clipped: it goes with "
+                "per='model', and without stability."
+            )
+        self._per = self._checked_groups(optimizer, per)
         self.optimizer = optimizer
         self.noise_multiplier = noise_multiplier
         self.expected_batch_size = expected_batch_size
@@ -185,7 +207,10 @@ class DPOptimizer(ExtensionOptimizer):
         self._bound = 0.0  # the largest with which something in the sums was clipped
         self._is_empty = False  # whether the step is one without samples
         self._below = 0.0  # samples below the bound, those above counted as -1/2, others as 1/2
-        extension = ClippedGrad(max_grad_norm, self._members, loss_reduction=loss_reduction)
+        extension = ClippedGrad(
+            max_grad_norm, self._members, loss_reduction=loss_reduction, stability=stability
+        )
+        extension.shares_norm = True
         extension.looks_at_loss, extension.program = True, Program()
         extension.leaves_out_infinite = True
         super().__init__(optimizer.param_groups, optimizer.defaults, extension)
@@ -206,8 +231,38 @@ class DPOptimizer(ExtensionOptimizer):
         self.extension.max_norm = value  # type: ignore[attr-defined]
 
     def _members(self, found: list[Parameter]) -> list[list[Parameter]]:
-        """Return the parameters that are clipped together: all that are trained here."""
-        return [[p for group in self.param_groups for p in group["params"]]]
+        """Return the parameters that are clipped together, of those that are trained here."""
+        everything = [p for group in self.param_groups for p in group["params"]]
+        if self._per == "model":
+            return [everything]
+        if self._per == "parameter":
+            each = [[p] for p in everything]
+        else:
+            each = [*self._per]  # type: ignore[list-item]
+            known = set(map(id, chain.from_iterable(each)))
+            each += [[p] for p in everything if id(p) not in known]  # of groups that came later
+        # what takes no part is the same for all samples, see the class
+        return [group for group in each if any(p.requires_grad for p in group)]
+
+    def _checked_groups(self, optimizer: Optimizer, per: PerGroup) -> str | list[list[Parameter]]:
+        """Refuse what is no choice of groups, or leaves a parameter of the optimiser out.
+
+        Raises:
+            ValueError: If it is or does, or a parameter is in two groups.
+        """
+        if isinstance(per, str):
+            if per not in ("model", "parameter"):
+                raise ValueError(f"per is 'model', 'parameter' or groups, got {per!r}.")
+            return per
+        groups = [list(group) for group in per]
+        ids = list(map(id, chain.from_iterable(groups)))
+        own = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        if len(set(ids)) < len(ids) or set(ids) != set(own):
+            raise ValueError(
+                f"per has {len(groups)} groups of {len(ids)} parameters, but the optimiser has "
+                f"{len(own)}: each of these has to be in one group, and no other."
+            )
+        return groups
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -431,6 +486,8 @@ class DPSGD(DPOptimizer):
         generator: Generator | None = None,
         adaptive: AdaptiveClipping | None = None,
         process_group: ProcessGroup | None = None,
+        per: PerGroup = "model",
+        stability: float | None = None,
     ):
         """Store the options. Those up to ``weight_decay`` may differ between groups.
 
@@ -446,6 +503,8 @@ class DPSGD(DPOptimizer):
             generator: Draws the noise, see :class:`DPOptimizer`.
             adaptive: Let R follow a quantile of the norms. Default: R stays.
             process_group: Processes with samples of their own, see :class:`DPOptimizer`.
+            per: What is clipped together, see :class:`DPOptimizer`.
+            stability: γ, to normalise gradients, see :class:`DPOptimizer`. Default: clip.
 
         Raises:
             ValueError: If an option is out of range.
@@ -462,6 +521,8 @@ class DPSGD(DPOptimizer):
             generator=generator,
             adaptive=adaptive,
             process_group=process_group,
+            per=per,
+            stability=stability,
         )
 
 

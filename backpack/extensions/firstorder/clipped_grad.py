@@ -24,6 +24,7 @@ class ClippedGrad(FirstOrderBackpropExtension):
 
     .. math:: \sum_{n=1}^N w_n \min\left(1, \frac{R}{\lVert g_n \rVert}\right) g_n
 
+    With ``stability=γ``, they are normalised, by factors :math:`R / (\lVert g_n \rVert + γ)`.
     The norm is that over all parameters of a group, by default of the model; it is saved in
     ``clip_norms`` of each parameter, ``[N]`` before clipping. Both are there when ``backward()``
     returns: the norms need all layers, so that extension hooks do not see them.
@@ -36,9 +37,12 @@ class ClippedGrad(FirstOrderBackpropExtension):
     :Source: Abadi et al., Deep learning with differential privacy (CCS 2016); norms before the
         sum: Li, Tramèr, Liang, Hashimoto, Large language models can be strong differentially
         private learners (ICLR 2022); one pass: Bu, Wang, Zha, Karypis, Differentially private
-        optimization on large model at small cost (ICML 2023).
+        optimization on large model at small cost (ICML 2023). For ``stability``: Bu, Wang, Zha,
+        Karypis, Automatic clipping: differentially private deep learning made easier and stronger
+        (NeurIPS 2023).
 
     Attributes:
+        shares_norm: Whether the bound is one for all groups together: each has ``R / √K`` of K.
         leaves_out_infinite: Whether a sample adds nothing if its norm is not finite, where it would
             make the sum NaN. To see whether there is one, a GPU is waited for.
         latest_norm: What ``max_norm`` was in the latest backward pass.
@@ -55,6 +59,7 @@ class ClippedGrad(FirstOrderBackpropExtension):
         weights: Tensor | None = None,
         loss_reduction: Literal["mean", "sum"] = "sum",
         subsampling: Sequence[int] | None = None,
+        stability: float | None = None,
     ):
         """Store the options; they may be changed between backward passes.
 
@@ -67,10 +72,18 @@ class ClippedGrad(FirstOrderBackpropExtension):
             weights: w, a factor for each sample, ``[N]``. Default: 1.
             loss_reduction: ``"mean"`` if the loss is one over the batch and R bounds ``N g_n``.
             subsampling: Indices of the samples of the batch to look at. Default: all.
+            stability: γ, to normalise gradients; small next to their norms. Default: clip them.
 
         Raises:
             ValueError: If an option is out of range, or a parameter is in two groups.
         """
+        if isinstance(max_norm, (list, tuple)):
+            raise ValueError(
+                f"max_norm is one number, got {max_norm!r}: groups that are given with per=... "
+                "have the same bound."
+            )
+        if stability is not None and not stability > 0:
+            raise ValueError(f"stability has to be larger than 0, or None, got {stability}.")
         if not max_norm > 0:
             raise ValueError(f"max_norm has to be larger than 0, got {max_norm}.")
         if loss_reduction not in ("mean", "sum"):
@@ -88,6 +101,8 @@ class ClippedGrad(FirstOrderBackpropExtension):
         self.per = per
         self.weights = weights
         self.loss_reduction = loss_reduction
+        self.stability = stability
+        self.shares_norm = False
         self.leaves_out_infinite = False
         self.latest_norm = float(max_norm)
         self.passes = 0
@@ -103,7 +118,9 @@ class ClippedGrad(FirstOrderBackpropExtension):
         """Clip and sum; what is not needed any more is freed on the way."""
         self.latest_norm = self.max_norm
         self.passes += 1
-        for group in self._groups(list(collected)):
+        groups = self._groups(list(collected))
+        bound = self.max_norm / max(1, len(groups)) ** 0.5 if self.shares_norm else self.max_norm
+        for group in groups:
             members = {p: FactoredGrad.of(collected.pop(p)) for p in group if p in collected}
             if not members:
                 continue
@@ -112,7 +129,10 @@ class ClippedGrad(FirstOrderBackpropExtension):
                 squares = squares * len(squares) ** 2
             norms = squares.sqrt()
             # of zero, a root has no derivative: what is not clipped does not depend on it
-            factors = (squares / self.max_norm / self.max_norm).clamp(min=1).rsqrt()
+            factors = (squares / bound / bound).clamp(min=1).rsqrt()
+            if self.stability is not None:
+                lengths = torch.where(squares > 0, squares, 1).sqrt().where(squares > 0, 0)
+                factors = bound / (lengths + self.stability)
             if self.weights is not None:
                 if self.weights.shape != norms.shape:
                     raise ValueError(
