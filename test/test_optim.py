@@ -32,6 +32,7 @@ from backpack.optim import (
     DiagGGN,
     DPOptimizer,
     PoissonBatches,
+    PrivacyAccountant,
     diag_ggn,
     noise_multiplier_for,
     privacy_spent,
@@ -1436,6 +1437,71 @@ def test_limits_of_the_noise_for_an_epsilon() -> None:
     assert privacy_spent(10, sigma, 0.1, 1e-5, orders) <= 0.008
 
 
+def test_accountant_adds_up_phases() -> None:
+    """The best order of the sums of divergences; equal steps are those of ``privacy_spent``."""
+    accountant, delta = PrivacyAccountant(), 1e-5
+    assert accountant.spent(delta) == accountant.steps == 0
+    for _ in range(40):
+        accountant.record(1.1, 0.05)
+    assert accountant.spent(delta) == pytest.approx(privacy_spent(40, 1.1, 0.05, delta), rel=1e-12)
+    accountant.record(2.5, 0.2, steps=30)
+    accountant.record(1.1, 0.05, steps=10)
+    assert accountant.steps == 80
+    orders = torch.tensor([*range(2, 64), *range(64, 513, 16)], dtype=torch.float64)
+    sums = torch.tensor(
+        [
+            50 * renyi_divergence(int(a), 1.1, 0.05) + 30 * renyi_divergence(int(a), 2.5, 0.2)
+            for a in orders
+        ]
+    )
+    expected = sums + (1 - 1 / orders).log() - (delta * orders).log() / (orders - 1)
+    assert accountant.spent(delta) == pytest.approx(expected.min().item(), rel=1e-6)
+    assert accountant.spent(delta) < sum(
+        privacy_spent(steps, *phase, delta) for steps, *phase in ((50, 1.1, 0.05), (30, 2.5, 0.2))
+    )
+    # Gaussian mechanisms on all samples compose to one of 1/σ² = sum 1/σ_i²
+    whole = PrivacyAccountant()
+    whole.record(3.0, 1.0, steps=4)
+    whole.record(6.0, 1.0, steps=9)
+    one = (4 / 9 + 9 / 36) ** -0.5
+    assert whole.spent(delta) == pytest.approx(privacy_spent(1, one, 1.0, delta), rel=1e-12)
+    whole.record(0.0, 0.1)
+    assert whole.spent(delta) == inf
+
+
+def test_accountant_watches_steps_and_goes_on(tmp_path: Any) -> None:
+    model, lossfunc, accountant = network(), extend(nn.CrossEntropyLoss()), PrivacyAccountant()
+    optimiser = DPSGD(model.parameters(), **{**PRIVATE, "noise_multiplier": 1.5})
+    handle = accountant.watch(optimiser, 0.1)
+    for noise in (1.5, 3.0):
+        optimiser.noise_multiplier = noise
+        with backpack(*optimiser.extensions):
+            lossfunc(model(X), Y).backward()
+        optimiser.step()
+        optimiser.step_without_samples()
+    handle.remove()
+    optimiser.step_without_samples()
+    expected = PrivacyAccountant()
+    for noise in (1.5, 3.0):
+        expected.record(noise, 0.1, 2)
+    assert accountant.state_dict() == expected.state_dict()
+    torch.save(accountant.state_dict(), tmp_path / "accountant.pt")
+    new = PrivacyAccountant()
+    new.record(9.0, 0.5)
+    new.load_state_dict(torch.load(tmp_path / "accountant.pt"))
+    assert new.steps == 4 and new.spent(1e-5) == expected.spent(1e-5)
+    with pytest.raises(ValueError, match="noise_multiplier has to be"):
+        new.load_state_dict({"phases": [[1.0, 0.1, 1], [-1.0, 0.1, 1]]})
+    assert new.state_dict() == expected.state_dict()
+    private = {name: value for name, value in PRIVATE.items() if name != "lr"}
+    around = DPOptimizer(torch.optim.Adam(model.parameters()), **private)
+    with pytest.raises(TypeError, match=r"Steps of Adam are not private.*DPOptimizer around"):
+        accountant.watch(around.optimizer, 0.5)
+    accountant.watch(around, 0.5)
+    around.step_without_samples()
+    assert accountant.state_dict()["phases"][-1] == [around.noise_multiplier, 0.5, 1]
+
+
 def test_privacy_depends_on_everything() -> None:
     """More steps, larger batches and less noise spend more."""
     epsilon = privacy_spent(100, 1.0, 0.01, 1e-5)
@@ -1455,6 +1521,11 @@ def test_privacy_depends_on_everything() -> None:
         (lambda: privacy_spent(-1, 1.0, 0.1, 1e-5), "steps has to be"),
         (lambda: privacy_spent(1, 1.0, 0.1, 1.0), "delta between 0 and 1"),
         (lambda: privacy_spent(float("nan"), 1.0, 0.1, 1e-5), "steps has to be"),  # type: ignore[arg-type]
+        (lambda: privacy_spent([1, 2], 1.0, 0.1, 1e-5), r"one number.*\[1, 2\].*PrivacyAcc"),
+        (lambda: PrivacyAccountant().record(-1.0, 0.1), "noise_multiplier has to be at least 0"),
+        (lambda: PrivacyAccountant().record(1.0, 1.1), "sampling_rate from 0 to 1"),
+        (lambda: PrivacyAccountant().record(1.0, 0.1, -1), "steps has to be at least 0, got -1"),
+        (lambda: PrivacyAccountant().spent(1.0), "delta between 0 and 1"),
         (lambda: noise_multiplier_for(0.0, 1, 0.1, 1e-5), "epsilon has to be"),
         (lambda: noise_multiplier_for(1.0, 1, 1.1, 1e-5), "sampling_rate from 0 to 1"),
         (lambda: noise_multiplier_for(1.0, 1, 0.1, 0.0), "delta between 0 and 1"),

@@ -18,7 +18,12 @@ from backpack.optim.checkpoints import load_checkpoint
 from backpack.optim.diag_ggn import DiagGGN
 from backpack.optim.dp_sgd import DPSGD, AdaptiveClipping, DPOptimizer, PoissonBatches
 from backpack.optim.kfac import KFAC
-from backpack.optim.privacy import noise_multiplier_for, privacy_spent, renyi_divergence
+from backpack.optim.privacy import (
+    PrivacyAccountant,
+    noise_multiplier_for,
+    privacy_spent,
+    renyi_divergence,
+)
 from backpack.optim.soap import SOAP
 
 __all__ = [
@@ -29,6 +34,7 @@ __all__ = [
     "DPOptimizer",
     "DiagGGN",
     "PoissonBatches",
+    "PrivacyAccountant",
     "load_checkpoint",
     "noise_multiplier_for",
     "privacy_spent",
