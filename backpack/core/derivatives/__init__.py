@@ -31,11 +31,7 @@ from backpack.core.derivatives import (  # noqa: F401
     weighted_loss,
 )
 from backpack.core.derivatives.attention import ScaledDotProductAttentionDerivatives
-from backpack.core.derivatives.automatic import (
-    AutomaticDerivatives,
-    FunctionDerivatives,
-    RefusedDerivatives,
-)
+from backpack.core.derivatives.automatic import AutomaticDerivatives, RefusedDerivatives
 from backpack.core.derivatives.automatic_loss import AutomaticLossDerivatives, CTCLossDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
@@ -45,6 +41,7 @@ from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivativ
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives, PiecewiseLinearDerivatives
 from backpack.core.derivatives.elementwise_losses import ElementwiseLossDerivatives
 from backpack.core.derivatives.embedding import EmbeddingBagDerivatives, EmbeddingDerivatives
+from backpack.core.derivatives.function_derivatives import FunctionDerivatives
 from backpack.core.derivatives.functions import ParameterModuleDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.lossbase import BaseLossDerivatives

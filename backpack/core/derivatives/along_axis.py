@@ -1,7 +1,7 @@
 """Functions of the entries along one axis: softmax and its relatives, gated linear units.
 
 The samples may be along any other axis, as in attention scores: where, is found out by
-:class:`~backpack.core.derivatives.automatic.FunctionDerivatives`.
+:class:`~backpack.core.derivatives.function_derivatives.FunctionDerivatives`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import GLU, LogSoftmax, Softmax, Softmax2d, Softmin
 
 from backpack.core import fast
-from backpack.core.derivatives.automatic import FunctionDerivatives
 from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES
 from backpack.core.derivatives.facts import always
+from backpack.core.derivatives.function_derivatives import FunctionDerivatives
 from backpack.core.derivatives.vectors import map_vectors
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register

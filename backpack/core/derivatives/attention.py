@@ -17,9 +17,10 @@ from torch import Size, Tensor
 from torch.nn import Module
 
 from backpack.core import fast
-from backpack.core.derivatives.automatic import AutomaticDerivatives, FunctionDerivatives
+from backpack.core.derivatives.automatic import AutomaticDerivatives
 from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES
 from backpack.core.derivatives.facts import always
+from backpack.core.derivatives.function_derivatives import FunctionDerivatives
 from backpack.core.derivatives.memoise import memoise
 from backpack.core.derivatives.vectors import listed
 from backpack.core.record.calls import Call

@@ -12,10 +12,10 @@ from torch import Size, Tensor
 from torch.nn import Parameter
 
 from backpack.core import fast
-from backpack.core.derivatives.automatic import FunctionDerivatives, moves_entries
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.by_autograd import transposed
 from backpack.core.derivatives.facts import always, never
+from backpack.core.derivatives.function_derivatives import FunctionDerivatives, moves_entries
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.generators import draws_nothing

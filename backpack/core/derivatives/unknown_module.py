@@ -13,15 +13,11 @@ from torch import Size, Tensor
 from torch.nn import Module
 
 from backpack.context import disable
-from backpack.core.derivatives.automatic import (
-    FunctionDerivatives,
-    attributes_kept,
-    refuse_totals,
-    with_gradients,
-)
+from backpack.core.derivatives.automatic import attributes_kept, with_gradients
 from backpack.core.derivatives.conditions import Known, once
 from backpack.core.derivatives.evaluation import Evaluation, alone, quietly
 from backpack.core.derivatives.facts import always
+from backpack.core.derivatives.function_derivatives import FunctionDerivatives, refuse_totals
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.generators import evaluated_alike, evaluated_apart
