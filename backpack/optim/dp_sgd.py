@@ -278,12 +278,6 @@ class DPOptimizer(ExtensionOptimizer):
                 than ``loss_reduction``.
         """
         passes, self.extension.passes = self.extension.passes, 0  # type: ignore[attr-defined]
-        if passes > 1:
-            raise RuntimeError(
-                f"{type(self).__name__}: {passes} backward passes since the last step, but the "
-                "clipped gradients of the last one alone are there. Call accumulate() after each "
-                "to add them up, or zero_grad() to drop those before."
-            )
         found = {p: self._quantity(p) for _, p, _ in self._trained()}
         samples = next((len(p.clip_norms) for p in found), 0)  # type: ignore[attr-defined]
         why = self.extension.program.dependence([*found], samples)
@@ -296,6 +290,12 @@ class DPOptimizer(ExtensionOptimizer):
                 "each row in the model, has to depend on one sample, also where no gradient passes "
                 "(thresholds and counts of the batch, what was detached, item()). A constant with "
                 "as many rows as there are samples belongs into a buffer of the model."
+            )
+        if passes > 1:
+            raise RuntimeError(
+                f"{type(self).__name__}: {passes} backward passes since the last step, but the "
+                "clipped gradients of the last one alone are there. Call accumulate() after each "
+                "to add them up, or zero_grad() to drop those before."
             )
         self._bound = max(self._bound, self.extension.latest_norm)  # type: ignore[attr-defined]
         is_mean = self.extension.loss_reduction == "mean"  # type: ignore[attr-defined]
