@@ -834,6 +834,43 @@ def test_parametrisations(name: str, layer: str, training: bool) -> None:
         compare(model, {field: expected})
 
 
+class OwnLayer(nn.Module):
+    """A layer that torch does not have; a parametrisation makes its class one of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x * self.scale, self.weight)
+
+
+@pytest.mark.filterwarnings("ignore:No rule for function")  # the exponential of a matrix
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("route", [True, "record"])
+@pytest.mark.parametrize(
+    "name", ["weight_norm", "weight_norm_of_axis", "spectral_norm", "orthogonal", "coupled"]
+)
+def test_parametrisations_of_own_layers(name: str, route: Any, training: bool) -> None:
+    change, names = PARAMETRISATIONS[name]
+    torch.manual_seed(0)
+    module = change(OwnLayer())
+    assert names <= {key for key, _ in module.named_parameters()}
+    layers = nn.Linear(4, 4), nn.Tanh(), module, nn.Tanh(), nn.Linear(4, CLASSES)
+    reference = nn.Sequential(*layers).double().train(training)
+    model, (X, y) = extend(copy.deepcopy(reference), use_converter=route), data()
+    for field in ["grad_batch", "diag_ggn_exact", "diag_h"]:
+        ext, truth = TRUTHS[field]
+        reference.load_state_dict(model.state_dict())
+        out = model(X)
+        with warnings.catch_warnings(), backpack(ext()):
+            warnings.filterwarnings("error", message=".*use_converter=True")
+            extend(nn.CrossEntropyLoss())(out, y).backward()
+        with oracle.exact_weight_norm():
+            expected = truth(reference, F.cross_entropy, X, y)
+        compare(model, {field: expected})
+
+
 OF_RECURRENT = {
     "weight_norm": lambda m: parametrizations.weight_norm(m, "weight_hh_l0"),
     "coupled": lambda m: nn.utils.parametrize.register_parametrization(m, "bias_hh_l0", Sine()),

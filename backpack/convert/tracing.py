@@ -27,6 +27,7 @@ from torch.fx import Graph, GraphModule, Proxy, Tracer
 from torch.fx.node import Node
 from torch.fx.proxy import Attribute, TraceError
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from backpack.convert.functional_layer import FunctionalLayer
 from backpack.core.derivatives import derivatives_of
@@ -335,8 +336,12 @@ class BackpackTracer(Tracer):
         """Return whether calls of a module are recorded as such; else what its forward does."""
         if isinstance(m, CONTAINERS):
             return has_rules(m)
+        # parametrisations put a class of torch.nn.utils in front, and are functions of parameters
+        path = type_before_parametrizations(m).__module__
+        is_of_torch = path.startswith("torch.nn") and not path.startswith("torch.nn.utils")
         return (
-            type(m).__module__.startswith(("torch.nn", "backpack.custom_module"))
+            is_of_torch
+            or path.startswith("backpack.custom_module")
             or isinstance(m, (FunctionalLayer, torch.jit.ScriptModule))
             or derivatives_of(m) is not None
             or has_rules(m)
