@@ -935,6 +935,26 @@ def test_samples_that_a_module_moves_among_as_many_heads(heads: int, route: Any)
             torch.testing.assert_close(getattr(p, ext().savefield), expected, **TOLERANCE)
 
 
+class Compared(nn.Module):
+    """Compares all samples with each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ x.T
+
+
+@pytest.mark.parametrize("route", [False, "record"])
+def test_samples_that_are_compared_with_each_other(route: Any) -> None:
+    """One sample alone has an output with two short axes: that is no move, but a mixture."""
+    model = extend(nn.Sequential(nn.Linear(3, 4), Compared()), use_converter=route)
+    loss = extend(nn.CrossEntropyLoss())(model(torch.randn(N, 3)), torch.arange(N))
+    warned = pytest.warns(UserWarning, match=r"mixes the samples of a batch, in '1' \(Compared\)")
+    with warned, backpack(extensions.BatchGrad()):
+        loss.backward(retain_graph=True)
+    refused = pytest.raises(NotImplementedError, match=r"'1' \(Compared\) mixes the samples")
+    with refused, backpack(extensions.DiagGGNExact()):
+        loss.backward()
+
+
 class Attending(nn.Module):
     """Reads queries, keys and values along an axis in front of the samples."""
 

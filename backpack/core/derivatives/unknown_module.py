@@ -92,7 +92,7 @@ class UnknownModuleDerivatives(FunctionDerivatives):
         return bool(once(self._moving, call, key, partial(self._is_first_elsewhere, call)))
 
     def _is_first_elsewhere(self, call: Call) -> bool:
-        """Whether the output of the first sample alone has its axis in another place."""
+        """Whether the outputs of the first sample alone have its axis, at one of them elsewhere."""
         if not all(map(_fits, call.layouts_in, call.shape_in)):  # a row is no sample
             return False
         places = [call.place_in(i) for i in range(len(call.inputs))]
@@ -105,8 +105,11 @@ class UnknownModuleDerivatives(FunctionDerivatives):
                 found = evaluated_alike(lambda: flatten_outputs(self.evaluate(c, {}, *first)))
         except Exception:  # it cannot do with one
             return False
-        expected = [(*shape[:axis], 1, *shape[axis + 1 :]) for shape in call.shape_out]
-        return [*map(tuple, map(attrgetter("shape"), found))] != expected
+        if len(found) != len(call.shape_out):
+            return False
+        shapes = map(attrgetter("shape"), found)
+        axes = [_narrowed_axis(*both) for both in zip(shapes, call.shape_out, strict=True)]
+        return None not in axes and axes != [axis] * len(axes)
 
     @staticmethod
     def _of_rows(call: Call, shape: Size) -> Layout | None:
@@ -169,6 +172,17 @@ class UnknownModuleDerivatives(FunctionDerivatives):
                 "documentation.",
             )
         return evaluation
+
+
+def _narrowed_axis(shape: Size, whole: Size) -> int | None:
+    """Return the one axis of which a tensor has an entry where another has several, if it is one.
+
+    Rows that are compared with each other, ``x @ x.T``, have two.
+    """
+    if len(shape) != len(whole):
+        return None
+    axes = [i for i, (one, several) in enumerate(zip(shape, whole, strict=True)) if one != several]
+    return axes[0] if len(axes) == 1 and shape[axes[0]] == 1 else None
 
 
 def _is_in_place(call: Call, main: Layout) -> bool:
