@@ -35,9 +35,12 @@ from backpack.linalg.extended import UseConverter, built
 from backpack.linalg.ntk import output_covariances
 from backpack.linalg.objective import (
     Objective,
+    check_is_function_of_samples,
     check_read_again,
     chosen_parameters,
+    is_same_state,
     output_of,
+    state_of_weights,
 )
 from backpack.linalg.structured import SpectralOperator
 from backpack.utils.by_name import ByName, by_parameter, positive, tensor_by_parameter
@@ -107,6 +110,7 @@ class Laplace:
         self._is_normal = isinstance(loss_function, MSELoss)
         own = objective.params
         self.mean = parameter_list_to_vector(own).detach()
+        self._others = state_of_weights(objective.model, own)
         options = (own, use_converter, progress, objective.process_group)
         given = built(curvature, objective.model, loss_function, data, *options)
         if not isinstance(given, SpectralOperator) or given.shape[0] != len(self.mean):
@@ -316,17 +320,29 @@ class Laplace:
 
         Raises:
             RuntimeError: If the weights of the model have changed.
+            ValueError: If it is in training mode, and random then, or no function of a sample.
 
         Source: Immer, Korzepa, Bauer, Improving predictions of BNNs via linearization (AISTATS 21).
         """
         own = self._objective
-        if not torch.equal(parameter_list_to_vector(own.params), self.mean):
-            raise RuntimeError(
-                "The weights of the model are others than when Laplace was built, which has the "
-                "curvature there. Load these again, or build a new one."
-            )
+        self._check_state(torch.equal(parameter_list_to_vector(own.params), self.mean))
         options = self.posterior, self._use_converter
         return output_covariances(own.model, own.params, X, *options)
+
+    def _check_state(self, has_mean: bool = True) -> None:
+        """Refuse a model whose weights are others, or that is in training mode.
+
+        Raises:
+            RuntimeError: If they are.
+            ValueError: If it is, and random then, or no function of a sample.
+        """
+        model, own = self._objective.model, self._objective.params
+        check_is_function_of_samples(model)
+        if not has_mean or not is_same_state(self._others, state_of_weights(model, own)):
+            raise RuntimeError(
+                "The weights of the model, or its buffers, are others than when Laplace was built, "
+                "which has the curvature there. Load these again, or build a new one."
+            )
 
     def sample_weights(self, num_samples: int, generator: Generator | None = None) -> Tensor:
         """Draw weights from the posterior, ``[S, P]``."""
@@ -355,6 +371,7 @@ class Laplace:
             root = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
             noise = root.new_empty(num_samples, *mean.shape, 1).normal_(generator=generator)
             return mean + (root @ noise).squeeze(3).to(mean)
+        self._check_state()  # weights that are drawn take the place of the mean
         model, params = self._objective.model, self._objective.params
         found = []
         for weights in self.sample_weights(num_samples, generator):

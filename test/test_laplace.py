@@ -480,6 +480,49 @@ def test_other_weights_than_those_of_the_curvature() -> None:
     assert_close(laplace.predict(X), before)
 
 
+@pytest.mark.parametrize("method", ["probit", "monte carlo", "sampling"])
+@pytest.mark.parametrize("what", ["weight", "buffer"])
+def test_other_weights_below_the_last_layer(what: str, method: Any) -> None:
+    """Outputs were those of a model that the curvature does not know, without a word."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).eval()
+    X, y = torch.randn(N, 3), torch.randint(3, (N,))
+    laplace = Laplace(model, nn.CrossEntropyLoss(), [(X, y)], params="last")
+
+    def predict() -> Tensor:
+        return laplace.predict(X, method, 3, Generator().manual_seed(0))
+
+    before = predict()
+    changed: Any = model[0].weight if what == "weight" else model[1].running_mean
+    changed.data += 0.1
+    with pytest.raises(RuntimeError, match=r"weights of the model, or its buffers.*build a new"):
+        predict()
+    changed.data -= 0.1
+    assert_close(predict(), before)
+    model[2].weight.data += 1  # type: ignore[operator]
+    if method == "sampling":  # these are drawn
+        assert_close(predict(), before)
+    else:
+        with pytest.raises(RuntimeError, match="build a new one"):
+            predict()
+
+
+@pytest.mark.parametrize("method", ["probit", "monte carlo", "sampling"])
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.BatchNorm1d])
+def test_predictions_in_training_mode(kind: Any, method: Any) -> None:
+    """They are refused, as the curvature is, and change no buffers."""
+    layer = kind(4) if kind is nn.BatchNorm1d else kind(0.5)
+    model = nn.Sequential(nn.Linear(3, 4), layer, nn.Linear(4, 3)).eval()
+    X, y = torch.randn(N, 3), torch.randint(3, (N,))
+    laplace = Laplace(model, nn.CrossEntropyLoss(), [(X, y)])
+    before, state = laplace.predict(X), copy.deepcopy(model.state_dict())
+    model.train()
+    with pytest.raises(ValueError, match=r"training mode: '1' .*model\.eval"):
+        laplace.predict(X, method, 3)
+    assert_close(dict(model.state_dict()), dict(state), rtol=0, atol=0)
+    model.eval()
+    assert_close(laplace.predict(X), before)
+
+
 def test_last_layer() -> None:
     """The layer that is called last, whatever comes last in the model."""
     model, loss, X, y = problem("lstm")

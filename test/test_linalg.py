@@ -1186,6 +1186,23 @@ def test_wrong_data(kind: Any) -> None:
         use(iter([(X, y)]))
 
 
+@pytest.mark.parametrize("kind", [GGN, Hessian, EmpiricalFisher, Jacobian])
+@pytest.mark.parametrize("after", [0, 1])
+def test_training_mode_after_an_operator_was_built(after: int, kind: Any) -> None:
+    """The first product was that of another function, without a word; statistics changed."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double().eval()
+    X, y = torch.randn(9, 3).double(), torch.randint(3, (9,))
+    operator = kind(model, *(() if kind is Jacobian else (nn.CrossEntropyLoss(),)), [(X, y)])
+    v = torch.ones(operator.shape[1]).double()
+    for _ in range(after):
+        operator @ v
+    state = copy.deepcopy(model.state_dict())
+    model.train()
+    with pytest.raises(ValueError, match=r"training mode: '1' .*model\.eval"):
+        operator @ v
+    assert_close(dict(model.state_dict()), dict(state), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("kind", [Hessian, DiagonalGGN, KroneckerGGN])
 def test_no_target_counts(kind: Any) -> None:
     problem = with_ignored()

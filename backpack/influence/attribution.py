@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from itertools import chain
 from math import isclose
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm
 from torch.nn import Module, Parameter
 from torch.nn.functional import pad
 
@@ -28,8 +26,10 @@ from backpack.linalg.objective import (
     call,
     check_has_batches,
     check_read_again,
+    is_same_state,
     one_of_zeros,
     output_of,
+    state_of_weights,
 )
 from backpack.linalg.order import SameInEachPass, check_not_shuffled
 from backpack.utils.batches import map_tensors, tensors_of
@@ -64,14 +64,7 @@ class Attribution:
         self._measure = measure
         self._use_converter = use_converter
         self.names = self._objective.names
-        self._weights = self._state_of_weights()
-
-    @torch.no_grad()
-    def _state_of_weights(self) -> list[float]:
-        """Return numbers that other parameters and buffers of the model do not have."""
-        tensors = chain(self._objective.model.parameters(), self._objective.model.buffers())
-        each = [x for x in tensors if x.is_floating_point()]
-        return [float(vector_norm(x, kind, dtype=torch.float64)) for x in each for kind in (1, 2)]
+        self._weights = state_of_weights(self._objective.model)
 
     def _check_weights(self) -> None:
         """Refuse weights that are not those of what was computed before.
@@ -79,8 +72,7 @@ class Attribution:
         Raises:
             RuntimeError: If they are others.
         """
-        pairs = zip(self._weights, self._state_of_weights(), strict=True)
-        if not all(isclose(was, now, rel_tol=1e-9) for was, now in pairs):
+        if not is_same_state(self._weights, state_of_weights(self._objective.model)):
             raise RuntimeError(
                 f"The weights of the model have changed since {type(self).__name__} has computed "
                 "what it knows of the training data: scores would be of neither. Build a new one."

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from math import isclose
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -150,6 +153,7 @@ class Objective:
 
     def __iter__(self) -> Iterator[tuple[Any, Sequence[Any]]]:
         """Yield input and targets of each batch, on the device of the parameters."""
+        check_is_function_of_samples(self.model)  # its mode may be another one than at the start
         device = self.params[0].device
         is_empty = True
         for batch in self._with_bar():
@@ -310,6 +314,21 @@ def output_drawing_nothing(
             "functional.dropout(x). Call model.eval() first, and let it draw none then."
         )
     return output
+
+
+@torch.no_grad()
+def state_of_weights(model: Module, besides: Iterable[Parameter] = ()) -> list[float]:
+    """Return numbers that other parameters and buffers of a model do not have, but for some."""
+    left_out = set(map(id, besides))
+    tensors = chain(model.parameters(), model.buffers())
+    each = [x for x in tensors if x.is_floating_point() and id(x) not in left_out]
+    return [float(vector_norm(x, kind, dtype=torch.float64)) for x in each for kind in (1, 2)]
+
+
+def is_same_state(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether numbers of :func:`state_of_weights` are the same up to the order of sums."""
+    pairs = zip(one, other, strict=True)
+    return all(isclose(was, now, rel_tol=1e-9) for was, now in pairs)
 
 
 def check_has_batches(data: object) -> None:
