@@ -39,6 +39,7 @@ from backpack.linalg import (
     FisherMC,
     GGNSpectrum,
     Hessian,
+    InverseOperator,
     Jacobian,
     KroneckerGGN,
     KroneckerOperator,
@@ -1129,6 +1130,49 @@ def test_operators_of_one_backward_pass() -> None:
 # --------------------------------------------------------------------------------------
 # Errors
 # --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preconditioned", [False, True])
+@pytest.mark.parametrize("kind", [GGN, Hessian])
+def test_inverse_by_conjugate_gradients(kind: Any, preconditioned: bool) -> None:
+    """Of torch, of scipy, and in products with others, as the dense one."""
+    problem, damping = PROBLEMS["mlp"](), 5.0  # the Hessian needs that
+    operator = build(kind, problem)
+    preconditioner = build(KroneckerGGN, problem) if preconditioned else None
+    inverse = InverseOperator(operator, damping, 1e-12, preconditioner=preconditioner)
+    dense = torch.linalg.inv(operator.to_dense() + damping * torch.eye(31))
+    assert_close(inverse.to_dense(), dense)
+    v = torch.rand(31)
+    assert_close(inverse @ v, dense @ v)
+    assert_close(inverse.to_scipy() @ v.numpy(), (dense @ v).numpy())
+    assert_close(
+        (operator @ inverse @ operator).to_dense(),
+        operator.to_dense() @ dense @ operator.to_dense(),
+    )
+    assert_close(inverse.submatrix([3, 1]).to_dense(), dense[[3, 1]][:, [3, 1]])
+    largest = inverse.eigsh(1)[0]
+    assert_close(largest, torch.linalg.eigvalsh(dense)[-1:])
+    with pytest.raises(ValueError, match="not known to be symmetric"):
+        InverseOperator(Jacobian(problem.model, problem.data))
+    with pytest.raises(RuntimeError, match="negative curvature"):
+        InverseOperator(operator, -10.0) @ v
+    few = InverseOperator(operator, damping, max_iterations=1) @ v
+    assert_close(few, operator.solve(v, damping, max_iterations=1))
+
+
+def test_products_from_the_left() -> None:
+    """Rows are multiplied with the transposed; a wrong length is an error."""
+    problem = PROBLEMS["mlp"]()
+    for operator in (build(GGN, problem), Jacobian(problem.model, problem.data)):
+        dense, (rows, _) = operator.to_dense(), operator.shape
+        for left in (torch.rand(rows), torch.rand(2, rows)):
+            assert_close(left @ operator, left @ dense)
+        with pytest.raises(ValueError, match=rf"vectors \[{rows}\]"):
+            torch.rand(rows + 1) @ operator
+        with pytest.raises(ValueError, match=rf"vectors \[{rows}\]"):
+            torch.rand(2, rows + 1) @ operator
+        with pytest.raises(TypeError, match="unsupported operand"):
+            [1.0] * rows @ operator
 
 
 def test_wrong_vectors() -> None:

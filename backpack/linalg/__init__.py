@@ -24,7 +24,7 @@ from backpack.linalg.density import SpectralDensity, logdet, spectral_density
 from backpack.linalg.estimators import Estimate, diagonal, frobenius_norm, trace
 from backpack.linalg.jacobian import Jacobian
 from backpack.linalg.ntk import NTK
-from backpack.linalg.operators import DampedOperator, LinearOperator
+from backpack.linalg.operators import DampedOperator, InverseOperator, LinearOperator
 from backpack.linalg.spectrum import GGNSpectrum
 from backpack.linalg.structured import (
     DiagonalOperator,
@@ -47,6 +47,7 @@ __all__ = [
     "FisherMC",
     "GGNSpectrum",
     "Hessian",
+    "InverseOperator",
     "Jacobian",
     "KroneckerGGN",
     "KroneckerOperator",

@@ -96,6 +96,16 @@ class LinearOperator(ABC):
             return self._matmat(other.unsqueeze(1)).squeeze(1)
         return self._matmat(other)
 
+    def __rmatmul__(self, other: Tensor) -> Tensor:
+        """Multiply from the left: ``[M]`` to ``[P]``, or ``[V, M]`` to ``[V, P]``.
+
+        Raises:
+            ValueError: As for products from the right.
+        """
+        if not isinstance(other, Tensor):
+            return NotImplemented
+        return (self.T @ other.mT).mT if other.dim() == 2 else self.T @ other
+
     def __repr__(self) -> str:
         """Name the class and the shape."""
         return f"{type(self).__name__}(shape={self.shape})"
@@ -302,6 +312,48 @@ class DampedOperator(LinearOperator):
 
     def _rmatmat(self, matrix: Tensor) -> Tensor:
         return self.operator.T @ matrix + self.damping * matrix
+
+
+class InverseOperator(LinearOperator):
+    """``(A + damping · I)⁻¹`` of a symmetric matrix, whose products solve by conjugate gradients.
+
+    As exact as the tolerance. Structured operators have an exact one, ``A.inverse(damping)``.
+
+    >>> import torch
+    >>> from backpack.linalg import DiagonalOperator, InverseOperator
+    >>> inverse = InverseOperator(DiagonalOperator(torch.tensor([1.0, 3.0])), damping=1.0)
+    >>> inverse @ torch.ones(2)
+    tensor([0.5000, 0.2500])
+    """
+
+    def __init__(
+        self,
+        operator: LinearOperator,
+        damping: float = 0.0,
+        tolerance: float = 1e-5,
+        max_iterations: int | None = None,
+        preconditioner: Preconditioner | None = None,
+    ):
+        """Store what is given; nothing is computed.
+
+        Args:
+            operator: The matrix A. ``[P, P]``
+            damping: Multiple of the identity that is added.
+            tolerance: As for :meth:`LinearOperator.solve`.
+            max_iterations: The same.
+            preconditioner: The same.
+
+        Raises:
+            ValueError: If the matrix is not known to be symmetric. Products raise what ``solve``
+                does.
+        """
+        operator._need_symmetric("conjugate gradients")
+        super().__init__(operator.shape, operator.dtype, operator.device)
+        self.operator, self.damping = operator, damping
+        self._options = tolerance, max_iterations, preconditioner
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        return self.operator.solve(matrix, self.damping, *self._options)
 
 
 class TransposedOperator(LinearOperator):
