@@ -19,6 +19,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from backpack import backpack, extend, extensions
 from backpack import clear as backpack_clear
@@ -33,6 +34,7 @@ from backpack.optim import (
     DPOptimizer,
     PoissonBatches,
     PrivacyAccountant,
+    collate_empty_too,
     diag_ggn,
     noise_multiplier_for,
     privacy_spent,
@@ -1236,6 +1238,35 @@ def test_poisson_batches() -> None:
     assert len(batches) == 4000 and len(PoissonBatches(20, 5)) == 4
     with pytest.raises(ValueError, match="at most num_samples, got 21 and 20"):
         PoissonBatches(20, 21)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", ["tuples", "dictionaries", "subset", "own"])
+def test_empty_batches_of_a_loader(kind: str, workers: int) -> None:
+    """A training loop over a ``DataLoader``, which cannot collate them by itself."""
+    samples: Any = TensorDataset(X, Y)
+    if kind == "dictionaries":
+        samples = [{"inputs": x, "label": int(y)} for x, y in zip(X, Y, strict=True)]
+    if kind == "subset":
+        samples = Subset(TensorDataset(X, Y), [*range(6)])
+    collate = collate_empty_too(samples, *([default_collate] if kind == "own" else []))
+    draws = PoissonBatches(6, 1, steps=12, generator=torch.Generator().manual_seed(0))
+    expected = list(PoissonBatches(6, 1, steps=12, generator=torch.Generator().manual_seed(0)))
+    assert [] in expected and any(expected)
+    loader = DataLoader(samples, batch_sampler=draws, collate_fn=collate, num_workers=workers)
+    model, lossfunc = network(), extend(nn.CrossEntropyLoss())
+    optimiser = DPSGD(model.parameters(), **PRIVATE)
+    for batch, numbers in zip(loader, expected, strict=True):
+        x, y = batch.values() if kind == "dictionaries" else batch
+        assert_close(x, X[numbers])
+        assert_close(y, Y[numbers])
+        if not len(y):
+            optimiser.step_without_samples()
+            continue
+        optimiser.zero_grad()
+        with backpack(*optimiser.extensions):
+            lossfunc(model(x), y).backward()
+        optimiser.step()
 
 
 def test_poisson_batches_of_a_small_rate() -> None:

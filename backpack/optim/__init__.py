@@ -16,7 +16,13 @@ from __future__ import annotations
 
 from backpack.optim.checkpoints import load_checkpoint
 from backpack.optim.diag_ggn import DiagGGN
-from backpack.optim.dp_sgd import DPSGD, AdaptiveClipping, DPOptimizer, PoissonBatches
+from backpack.optim.dp_sgd import (
+    DPSGD,
+    AdaptiveClipping,
+    DPOptimizer,
+    PoissonBatches,
+    collate_empty_too,
+)
 from backpack.optim.kfac import KFAC
 from backpack.optim.privacy import (
     PrivacyAccountant,
@@ -35,6 +41,7 @@ __all__ = [
     "DiagGGN",
     "PoissonBatches",
     "PrivacyAccountant",
+    "collate_empty_too",
     "load_checkpoint",
     "noise_multiplier_for",
     "privacy_spent",

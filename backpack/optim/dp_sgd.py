@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from math import exp
 from typing import Any, ClassVar, Literal
@@ -12,7 +13,7 @@ from torch import Generator, Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler, default_collate
 
 from backpack.core.engine.loss_terms import LossReduction
 from backpack.distributed import check_group
@@ -20,6 +21,7 @@ from backpack.distributed.data_group import DataGroup, telling
 from backpack.extensions import ClippedGrad
 from backpack.optim.base import Closure, ExtensionOptimizer, check_options, refuse_model
 from backpack.optim.other_samples import Program
+from backpack.utils.batches import map_tensors
 
 PerGroup = Literal["model", "parameter"] | Iterable[Iterable[Parameter]]
 
@@ -530,7 +532,8 @@ class PoissonBatches(Sampler[list[int]]):
     """Batches that take each sample independently with the same probability.
 
     A ``batch_sampler`` for ``torch.utils.data.DataLoader``. Their sizes differ, and a batch may be
-    empty: use :meth:`DPOptimizer.step_without_samples` for it.
+    empty: use :meth:`DPOptimizer.step_without_samples` for it, and :func:`collate_empty_too` for
+    the ``DataLoader``.
     """
 
     def __init__(
@@ -574,3 +577,33 @@ class PoissonBatches(Sampler[list[int]]):
                 self.num_samples, generator=self.generator, device=device, dtype=torch.float64
             )
             yield (drawn < self.sampling_rate).nonzero().flatten().tolist()
+
+
+def collate_empty_too(
+    data: Dataset[Any], collate_fn: Callable[[list[Any]], Any] = default_collate
+) -> Callable[[list[Any]], Any]:
+    """Return a ``collate_fn`` for a ``DataLoader`` whose batches may be empty.
+
+    An empty batch has the tensors of the others, without rows: it is made of the first sample.
+
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> from backpack.optim import PoissonBatches, collate_empty_too
+    >>> data = TensorDataset(torch.rand(50, 3), torch.arange(50))
+    >>> batches = PoissonBatches(len(data), 0.001, steps=1)
+    >>> [(X, y)] = DataLoader(data, batch_sampler=batches, collate_fn=collate_empty_too(data))
+    >>> X.shape[1:], y.shape[1:]
+    (torch.Size([3]), torch.Size([]))
+
+    Args:
+        data: The data set. Its first sample is read for each empty batch.
+        collate_fn: Makes a batch of a list of samples: tensors, in tuples, lists or dictionaries.
+    """
+    return partial(_collated, data, collate_fn)
+
+
+def _collated(
+    data: Dataset[Any], collate_fn: Callable[[list[Any]], Any], samples: list[Any]
+) -> Any:
+    if samples:
+        return collate_fn(samples)
+    return map_tensors(lambda x: x[:0], collate_fn([data[0]]))
