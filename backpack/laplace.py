@@ -312,11 +312,14 @@ class Laplace:
 
     # ------------------------------------------------------------------ predictions
 
-    def outputs(self, X: Any) -> tuple[Tensor, Tensor]:
+    def outputs(self, X: Any, joint: bool = False) -> tuple[Tensor, Tensor]:
         """Return mean ``[N, C]`` and covariance ``[N, C, C]`` of outputs linearised in the weights.
 
         Args:
             X: N inputs, as the model takes them: a tensor, or a tuple or dictionary of tensors.
+            joint: Whether to return the covariance of the outputs of all inputs, ``[N, C, N, C]``:
+                that of the posterior of a Gaussian process, whose kernel is ``J Jᵀ / δ``. Takes
+                ``N C P`` numbers.
 
         Raises:
             RuntimeError: If the weights of the model have changed.
@@ -326,7 +329,7 @@ class Laplace:
         """
         own = self._objective
         self._check_state(torch.equal(parameter_list_to_vector(own.params), self.mean))
-        options = self.posterior, self._use_converter
+        options = self.posterior, self._use_converter, joint
         return output_covariances(own.model, own.params, X, *options)
 
     def _check_state(self, has_mean: bool = True) -> None:
@@ -354,6 +357,7 @@ class Laplace:
         num_samples: int,
         linearized: bool = True,
         generator: Generator | None = None,
+        joint: bool = False,
     ) -> Tensor:
         """Draw outputs, ``[S, N, C]``.
 
@@ -363,14 +367,18 @@ class Laplace:
             linearized: Draw from the distribution of :meth:`outputs`, input by input. Else run the
                 model with weights that are drawn.
             generator: Source of random numbers.
+            joint: Draw the linearised outputs of all inputs together: functions.
         """
         if linearized:
-            mean, covariance = self.outputs(X)
+            mean, covariance = self.outputs(X, joint)
+            shape = mean.shape
+            if joint:
+                mean, covariance = mean.flatten(), covariance.flatten(2).flatten(0, 1)
             wide = torch.promote_types(covariance.dtype, torch.float32)  # none in less
             values, vectors = torch.linalg.eigh(covariance.to(wide))  # may be singular
-            root = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
+            root = vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
             noise = root.new_empty(num_samples, *mean.shape, 1).normal_(generator=generator)
-            return mean + (root @ noise).squeeze(3).to(mean)
+            return (mean + (root @ noise).squeeze(-1).to(mean)).reshape(num_samples, *shape)
         self._check_state()  # weights that are drawn take the place of the mean
         model, params = self._objective.model, self._objective.params
         found = []

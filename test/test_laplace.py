@@ -448,6 +448,46 @@ def test_monte_carlo() -> None:
     assert (closed - found).abs().max() < (closed - mean.softmax(1)).abs().max()
 
 
+@pytest.mark.parametrize("params", ["all", "last"])
+@pytest.mark.parametrize("kind", [KroneckerGGN, DiagonalGGN, EKFAC])
+def test_outputs_of_all_inputs_together(kind: Any, params: Any, monkeypatch: MonkeyPatch) -> None:
+    """``J Σ Jᵀ`` of different inputs, also in blocks; and that of a Gaussian process."""
+    model, loss, X, y = problem("mlp")
+    laplace = Laplace(model, loss, batches(X, y), kind, 0.7, params)
+    new = torch.cat([torch.randn(4, 3), X[:1]])
+    J = dense_jacobian(model, new)[:, :, -len(laplace.mean) :]
+    expected = torch.einsum("nci,ij,mdj->ncmd", J, laplace.posterior.to_dense(), J)
+    for entries in (None, 1):
+        if entries is not None:
+            monkeypatch.setattr(ntk, "BLOCK_ENTRIES", entries)
+        mean, covariance = laplace.outputs(new, joint=True)
+        assert_close(covariance, expected)
+        each = laplace.outputs(new)
+        assert_close((mean, torch.stack([covariance[n, :, n] for n in range(5)])), each)
+    assert laplace.outputs(new[:0], joint=True)[1].shape == (0, 3, 0, 3)
+    generator = Generator().manual_seed(0)
+    drawn = laplace.sample_outputs(new, 40000, generator=generator, joint=True)
+    assert drawn.shape == (40000, 5, 3)
+    error = drawn.flatten(1).T.cov() - expected.reshape(15, 15)
+    assert error.norm() < 0.03 * expected.norm()
+    assert (drawn.mean(0) - mean).abs().max() < 0.03 * expected.reshape(15, 15).diag().max().sqrt()
+    assert laplace.sample_outputs(new[:0], 2, joint=True).shape == (2, 0, 3)
+
+
+def test_posterior_of_a_gaussian_process() -> None:
+    """With the whole matrix, ``K - K (K + Λ⁻¹)⁻¹ K`` of the tangent kernel ``J Jᵀ / δ``."""
+    model, loss, X, y = problem("mlp")
+    whole = KroneckerOperator([[GGN(model, loss, batches(X, y)).to_dense()]])
+    laplace = Laplace(model, loss, batches(X, y), whole, delta := 0.7)
+    new = torch.randn(4, 3)
+    J, own = (dense_jacobian(model, x).flatten(0, 1) for x in (new, X))
+    p = model(X).softmax(1).detach()
+    L = torch.block_diag(*(torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)))
+    K, cross, inner = J @ J.T / delta, J @ own.T / delta, own @ own.T / delta
+    solved = torch.linalg.solve(torch.eye(3 * N) + L @ inner, L @ cross.T)
+    assert_close(laplace.outputs(new, joint=True)[1].reshape(12, 12), K - cross @ solved)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_draws_in_half_precision(dtype: torch.dtype) -> None:
     """Those of double precision, but for rounding: torch decomposes no such matrix."""

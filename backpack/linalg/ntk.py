@@ -89,6 +89,7 @@ def output_covariances(
     X: Any,
     covariance: LinearOperator,
     use_converter: UseConverter = False,
+    joint: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return outputs, and ``J_n Σ J_nᵀ``: their covariance if linearised in the parameters.
 
@@ -98,9 +99,10 @@ def output_covariances(
         X: N samples: a tensor, or a tuple or dictionary of tensors.
         covariance: Σ, ``[P, P]``.
         use_converter: As for :class:`NTK`.
+        joint: Whether outputs of different samples are asked for as well.
 
     Returns:
-        ``[N, C]`` and ``[N, C, C]``
+        ``[N, C]`` and ``[N, C, C]``; ``[N, C, N, C]`` of all samples together.
 
     Raises:
         ValueError: If the output does not depend on one of the parameters, or samples of a large
@@ -111,7 +113,7 @@ def output_covariances(
     mean = mean.unsqueeze(-1).flatten(1)
     count, num_outputs = mean.shape
     step = max(1, BLOCK_ENTRIES // (num_outputs * covariance.shape[0]))
-    found = [mean.new_empty(0, num_outputs, num_outputs)]
+    found = [mean.new_empty(0, num_outputs, covariance.shape[0] if joint else num_outputs)]
     with extended(model, use_converter or "record") as ready:
         for start in range(0, count, step):
             some = slice(start, min(start + step, count))
@@ -120,9 +122,16 @@ def output_covariances(
             jacobian = factored_jacobian(ready, params, rows, some.stop - some.start)
             each = [flattened(g.dense() for g in gradients) for gradients in jacobian]
             J = torch.stack(each, 1)  # [n, C, P]
+            if joint:
+                found.append(J)
+                continue
             turned = (covariance @ J.flatten(0, 1).T).T.reshape(J.shape)
             found.append(J @ turned.mT)
-    return mean, torch.cat(found)
+    if not joint:
+        return mean, torch.cat(found)
+    rows = torch.cat(found).flatten(0, 1)  # [N·C, P]
+    whole = rows @ (covariance @ rows.T)
+    return mean, whole.reshape(count, num_outputs, count, num_outputs)
 
 
 def factored_jacobian(
