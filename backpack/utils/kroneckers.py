@@ -178,7 +178,8 @@ def eigh_semidefinite(factor: Tensor, in_double: bool = False) -> tuple[Tensor, 
     if len(values):
         round_off = 10 * torch.finfo(single).eps * values.max()  # that of the entries
         values = torch.where(values > round_off, values, 0)
-    return values.to(factor.dtype), vectors.to(factor.dtype)
+    # in rows, as files have them: products with another order in memory are rounded otherwise
+    return values.to(factor.dtype), vectors.to(factor.dtype).contiguous()
 
 
 def factored_damping(eigenvalues: Sequence[Tensor], shift: float) -> list[float]:
