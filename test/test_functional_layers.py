@@ -33,7 +33,7 @@ class Functional(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, *in] -> [N, *out]."""
-        return self.call(x, **{name: getattr(self, name) for name in self._parameters})
+        return self.call(x, **self._parameters)
 
 
 # A layer, the shape of its input, and the call of a function of the same parameters.
@@ -59,26 +59,6 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...], Callable[..., Tensor]]] = {
         TransposedLinear(6, 2, bias=False),
         (6,),
         lambda x, weight: x.mm(mat2=weight),
-    ),
-    "product with the transposed": (
-        nn.Linear(6, 2, bias=False),
-        (6,),
-        lambda x, weight: x @ weight.T,
-    ),
-    "product of positions with the transposed": (
-        nn.Linear(6, 2, bias=False),
-        (POSITIONS, 6),
-        lambda x, weight: x.matmul(weight.transpose(-1, 0)),
-    ),
-    "mm with the transposed": (
-        nn.Linear(6, 2, bias=False),
-        (6,),
-        lambda x, weight: torch.mm(x, weight.t()),
-    ),
-    "product with permuted axes": (
-        nn.Linear(6, 2, bias=False),
-        (POSITIONS, 6),
-        lambda x, weight: torch.matmul(x, weight.permute(1, 0)),
     ),
     "conv1d": (
         nn.Conv1d(2, 4, 3, 2, 1, 1, 2),
@@ -183,10 +163,6 @@ OTHERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "product of parameters": lambda net, h: h * (net.square @ net.square).mean(0),
     "product of a buffer": lambda net, h: h + (net.constant @ net.square).sum(0) * net.bias,
     "products, twice": lambda net, h: (h @ net.square + net.bias).sin().matmul(net.square),
-    "product with the transposed, twice": lambda net, h: (h @ net.square.T).sin() @ net.square,
-    "product with a part of the transposed": lambda net, h: h @ net.square.T[:, :2],
-    "product with a reshaped one": lambda net, h: h @ net.square.view(3, 3),
-    "a vector with the transposed": lambda net, h: h + net.bias @ net.square.T,
     "of another layer": lambda net, h: F.linear(h, net.linear.weight) * net.bias,
 }
 

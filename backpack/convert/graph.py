@@ -31,7 +31,6 @@ from backpack.convert.tracing import (
     optional_arguments,
     place_of,
 )
-from backpack.convert.transposed_products import use_linear
 from backpack.core.record.conversions import Apply
 from backpack.core.record.kinds import TENSOR, UNKNOWN, VALUE, Kind, TrainingFlag, kind
 from backpack.core.record.lookup import (
@@ -227,7 +226,6 @@ class _Converter:
     def convert(self) -> ConvertedModule:
         """Rewrite all nodes, and put them into a module."""
         split_recurrent_layers(self.graph, self.root)
-        use_linear(self.graph, self.root)
         self._drop_unused()
         self.calls.update(node.target for node in self.graph.nodes if node.op == "call_module")
         for node in self.graph.nodes:

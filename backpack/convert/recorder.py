@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.functional import linear
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
@@ -54,7 +53,6 @@ from backpack.core.record.data_notes import (
     note_mixed,
     running,
 )
-from backpack.core.record.functional_layers import product, transposed
 from backpack.core.record.functions import Row
 from backpack.core.record.in_place import former_of
 from backpack.core.record.kinds import ATTRIBUTES_TENSOR, ATTRIBUTES_VALUE, VALUE
@@ -232,10 +230,6 @@ class Recorder(TorchFunctionMode):
         if function is None:
             return self._follow_source(func(*args, **kwargs), args)
         if function.row is not None and function.row.layer is not None:
-            if function.row.layer is product and len(args) == 2:
-                weight = transposed(args[1])
-                if weight is not None:  # the same, as a layer
-                    return self._record(linear, (args[0], weight), {})
             layer = layer_of(function.row, args, kwargs)
             if layer is not None:
                 return self._note(*_named(layer, function, args, kwargs), func(*args, **kwargs))

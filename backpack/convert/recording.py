@@ -59,8 +59,6 @@ OPEN = (
 )
 # Nodes of functions that are layers if they read parameters.
 LAYERS = {"Linear", "Convolution", "Embedding", "NativeLayerNorm", "NativeGroupNorm"}
-# Nodes of functions that transpose a matrix.
-TRANSPOSING = {"T", "Transpose", "Permute"}
 
 
 def is_open(module: Module) -> bool:
@@ -387,7 +385,7 @@ def _calls_layers(module: Module, inputs: Sequence[Tensor], outputs: Sequence[An
         name = kind(node)
         read = [parent for parent, _ in node.next_functions if parent is not None]
         if name in ("Addmm", "Mm"):  # of a weight, transposed; or as it is
-            transposed = [p.next_functions[0][0] for p in read if kind(p) in TRANSPOSING]
+            transposed = [parent.next_functions[0][0] for parent in read if kind(parent) == "T"]
             read = [*transposed, *(p for p, _ in node.next_functions[1:] if name == "Mm")]
         elif name not in LAYERS:
             continue

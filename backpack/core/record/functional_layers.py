@@ -53,15 +53,6 @@ def product(input: Any, other: Any = None, mat2: Any = None) -> Module | None:
     return _with(TransposedLinear, {"weight": weight, "bias": None}, **features)
 
 
-def transposed(x: Any) -> Parameter | None:
-    """Return the parameter that a matrix is the transposed of, if it is that of one."""
-    base = x._base if isinstance(x, Tensor) else None
-    if not isinstance(base, Parameter) or base.dim() != 2 or x.dim() != 2:
-        return None
-    forms = ((x.shape, x.stride()), (base.shape[::-1], base.stride()[::-1]))
-    return base if forms[0] == forms[1] and x.data_ptr() == base.data_ptr() else None
-
-
 OPTIONS = ("stride", "padding", "dilation", "groups")
 OPTIONS_OF_TRANSPOSED = ("stride", "padding", "output_padding", "groups", "dilation")
 
