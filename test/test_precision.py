@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -39,14 +39,6 @@ def mlp() -> nn.Sequential:
 
 def data() -> tuple[Tensor, Tensor]:
     return torch.randn(N, 3), torch.randint(2, (N,))
-
-
-@pytest.fixture
-def float64() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def agrees(
@@ -237,7 +229,7 @@ def test_parameters_of_different_precisions(first: torch.dtype) -> None:
     assert model.one.weight.kflr[0].dtype == first
 
 
-def test_a_number_that_a_function_of_lower_precision_reads(float64: None) -> None:
+def test_a_number_that_a_function_of_lower_precision_reads(double_precision: None) -> None:
     """Its gradients of samples add up to that of all: large ones cancel, which leaves rounding."""
 
     class Scaled(nn.Module):
@@ -288,13 +280,13 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("converter", [False, "record"])
-def test_checkpoint(converter: Any, float64: None) -> None:
+def test_checkpoint(converter: Any, double_precision: None) -> None:
     model, reference = Checkpointed(False), Checkpointed(None)
     reference.load_state_dict(model.state_dict())
     agrees(extend(model, use_converter=converter), reference)
 
 
-def test_reentrant_checkpoint(float64: None) -> None:
+def test_reentrant_checkpoint(double_precision: None) -> None:
     model, reference = Checkpointed(True), Checkpointed(None)
     reference.load_state_dict(model.state_dict())
     extend(model)
@@ -311,7 +303,7 @@ def test_reentrant_checkpoint(float64: None) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_lazy_modules(when: str, float64: None) -> None:
+def test_lazy_modules(when: str, double_precision: None) -> None:
     """Extended before or after the call that creates their parameters."""
     model = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2))
     X, y = data()
@@ -322,7 +314,7 @@ def test_lazy_modules(when: str, float64: None) -> None:
     agrees(model, copy.deepcopy(model), batch=(X, y))
 
 
-def test_lazy_modules_in_their_first_call(float64: None) -> None:
+def test_lazy_modules_in_their_first_call(double_precision: None) -> None:
     model, (X, y) = extend(nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2))), data()
     loss = extend(nn.CrossEntropyLoss())(model(X), y)
     with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
@@ -354,7 +346,7 @@ REPARAMETRISED = {
 
 
 @pytest.mark.parametrize("name", REPARAMETRISED)
-def test_parametrisations(name: str, float64: None) -> None:
+def test_parametrisations(name: str, double_precision: None) -> None:
     def make() -> nn.Module:
         torch.manual_seed(1)
         model = mlp()
@@ -367,7 +359,7 @@ def test_parametrisations(name: str, float64: None) -> None:
 
 
 @pytest.mark.parametrize("order", ["extend-compile", "compile-extend", "in-place"])
-def test_compile(order: str, float64: None) -> None:
+def test_compile(order: str, double_precision: None) -> None:
     """The backend that runs the graphs as they are: what is tested is how they are cut."""
     torch._dynamo.reset()
     model = mlp()
@@ -391,7 +383,7 @@ def test_data_parallel() -> None:
 
 
 @pytest.mark.parametrize("frozen", ["bias", "weight", "first layer"])
-def test_frozen_in_part(frozen: str, float64: None) -> None:
+def test_frozen_in_part(frozen: str, double_precision: None) -> None:
     model = mlp()
     for name, p in model.named_parameters():
         p.requires_grad_(not (name.startswith("0.") if frozen == "first layer" else frozen in name))

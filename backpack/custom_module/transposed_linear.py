@@ -6,7 +6,7 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter, init
+from torch.nn import Module, Parameter
 
 
 class TransposedLinear(Module):
@@ -26,8 +26,9 @@ class TransposedLinear(Module):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         bound = 1 / math.sqrt(in_features) if in_features else 0.0
-        self.weight = Parameter(torch.empty(in_features, out_features).uniform_(-bound, bound))
-        own = Parameter(init.uniform_(torch.empty(out_features), -bound, bound)) if bias else None
+        shape = in_features, out_features
+        self.weight = Parameter(torch.empty(shape).uniform_(-bound, bound))
+        own = Parameter(torch.empty(out_features).uniform_(-bound, bound)) if bias else None
         self.register_parameter("bias", own)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -129,8 +129,9 @@ class ClippedGrad(FirstOrderBackpropExtension):
                 squares = squares * len(squares) ** 2
             norms = squares.sqrt()
             # of zero, a root has no derivative: what is not clipped does not depend on it
-            factors = (squares / bound / bound).clamp(min=1).rsqrt()
-            if self.stability is not None:
+            if self.stability is None:
+                factors = (squares / bound / bound).clamp(min=1).rsqrt()
+            else:
                 lengths = torch.where(squares > 0, squares, 1).sqrt().where(squares > 0, 0)
                 factors = bound / (lengths + self.stability)
             if self.weights is not None:
