@@ -127,19 +127,12 @@ def change_clone(method: str, input: torch.Tensor, *args: Any, **kwargs: Any) ->
 
 def treatment(function: Callable[..., Any] | str) -> str | None:
     """Return what a function (or the method of that name) does with entries, if that is known."""
-    name = function if isinstance(function, str) else getattr(function, "__name__", "")
-    if not isinstance(function, str):
-        if function in INDEX.functions:
-            row = INDEX.functions[function].row
-            return None if row is None else row.treatment
-        if name == "__get__":  # of an attribute
-            attribute = getattr(function, "__self__", None)
-            is_transposed = getattr(attribute, "__name__", "") in ("T", "mT", "H", "mH")
-            return MOVES if is_transposed else None
-        if getattr(torch.Tensor, name, None) is not function:
-            return None
-    method = INDEX.methods.get(name)
-    return None if method is None else method.treatment
+    if not isinstance(function, str) and getattr(function, "__name__", "") == "__get__":
+        attribute = getattr(function, "__self__", None)
+        is_transposed = getattr(attribute, "__name__", "") in ("T", "mT", "H", "mH")
+        return MOVES if is_transposed else None
+    row = row_of(function)
+    return None if row is None else row.treatment
 
 
 # shape, strides and first entry of a view, and strides of what it is a view of
@@ -297,10 +290,13 @@ def application(
 
 
 def row_of(target: Callable[..., Any] | str) -> Row | None:
-    """Return the row of a function, or of the method of that name."""
+    """Return the row of a function, or of a method (of that name)."""
     if isinstance(target, str):
         return INDEX.methods.get(target)
-    return INDEX.functions[target].row if target in INDEX.functions else None
+    if target in INDEX.functions:
+        return INDEX.functions[target].row
+    name = getattr(target, "__name__", "")
+    return INDEX.methods.get(name) if getattr(torch.Tensor, name, None) is target else None
 
 
 def layer_of(row: Row | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Module | None:
