@@ -33,7 +33,7 @@ class Functional(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, *in] -> [N, *out]."""
-        return self.call(x, **self._parameters)
+        return self.call(x, **{name: getattr(self, name) for name in self._parameters})
 
 
 # A layer, the shape of its input, and the call of a function of the same parameters.
@@ -59,6 +59,66 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...], Callable[..., Tensor]]] = {
         TransposedLinear(6, 2, bias=False),
         (6,),
         lambda x, weight: x.mm(mat2=weight),
+    ),
+    "product with the transposed": (
+        nn.Linear(6, 2, bias=False),
+        (6,),
+        lambda x, weight: x @ weight.T,
+    ),
+    "product of positions with the transposed": (
+        nn.Linear(6, 2, bias=False),
+        (POSITIONS, 6),
+        lambda x, weight: x.matmul(weight.transpose(-1, 0)),
+    ),
+    "mm with the transposed": (
+        nn.Linear(6, 2, bias=False),
+        (6,),
+        lambda x, weight: torch.mm(x, weight.t()),
+    ),
+    "mm with exchanged axes": (
+        nn.Linear(6, 2, bias=False),
+        (6,),
+        lambda x, weight: x.mm(weight.swapaxes(0, 1)),
+    ),
+    "product with permuted axes": (
+        nn.Linear(6, 2, bias=False),
+        (POSITIONS, 6),
+        lambda x, weight: torch.matmul(x, weight.permute(1, 0)),
+    ),
+    "product with the transposed, twice": (
+        TransposedLinear(6, 2, bias=False),
+        (POSITIONS, 6),
+        lambda x, weight: torch.matmul(x, other=weight.mT.T),
+    ),
+    "linear with the transposed": (
+        TransposedLinear(6, 2),
+        (POSITIONS, 6),
+        lambda x, weight, bias: F.linear(x, weight.mT, bias),
+    ),
+    "addmm": (
+        TransposedLinear(6, 2),
+        (6,),
+        lambda x, weight, bias: torch.addmm(bias, x, weight),
+    ),
+    "addmm with the transposed": (
+        nn.Linear(6, 2),
+        (6,),
+        lambda x, weight, bias: bias.addmm(x, weight.T),
+    ),
+    "einsum": (
+        TransposedLinear(6, 2, bias=False),
+        (POSITIONS, 6),
+        lambda x, weight: torch.einsum("bsd, df -> bsf", x, weight),
+    ),
+    "einsum of other axes": (
+        nn.Linear(6, 2, bias=False),
+        (POSITIONS, 6),
+        lambda x, weight: torch.einsum("oi,...i->...o", weight, x),
+    ),
+    "einsum with the transposed": (
+        nn.Linear(6, 2, bias=False),
+        (6,),
+        lambda x, weight: torch.einsum("ni,io->no", [x, weight.T]),
     ),
     "conv1d": (
         nn.Conv1d(2, 4, 3, 2, 1, 1, 2),
@@ -136,6 +196,20 @@ def test_as_the_layer(name: str, route: Any) -> None:
 
 
 @pytest.mark.parametrize("route", ["trace", "record"])
+def test_rows_of_a_table(route: Any) -> None:
+    """Numbers below zero count from the end."""
+    table = nn.Embedding(5, 3)
+    tokens, y = torch.randint(5, (N, POSITIONS)), torch.randint(CLASSES, (N,))
+    call = Functional(copy.deepcopy(table), lambda x, weight: weight[x])
+    plain, model = (nn.Sequential(one, nn.Flatten(), nn.Tanh()) for one in (table, call))
+    truth = quantities(extend(plain), tokens, y)
+    model = extend(model, use_converter=route)
+    torch.testing.assert_close(quantities(model, tokens, y), truth)
+    model.zero_grad()
+    torch.testing.assert_close(quantities(model, (tokens - 5).int(), y), truth)
+
+
+@pytest.mark.parametrize("route", ["trace", "record"])
 @pytest.mark.parametrize("padding_idx", [None, -1])
 def test_embedding(padding_idx: int | None, route: Any) -> None:
     table = nn.Embedding(5, 3, padding_idx)
@@ -146,7 +220,16 @@ def test_embedding(padding_idx: int | None, route: Any) -> None:
     torch.testing.assert_close(quantities(extend(model, use_converter=route), tokens, y), truth)
 
 
-# What is given to a function, but is no parameter of a layer, or no input with samples.
+def _twice(h: Tensor, view: Tensor) -> Tensor:
+    return (h @ view).sin() @ view
+
+
+def _and_more(h: Tensor, view: Tensor) -> Tensor:
+    return (h @ view).sin() + view.exp().sum(0)
+
+
+# What is given to a function, but is no parameter of a layer, or no input with samples, or is read
+# several times.
 OTHERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "computed": lambda net, h: F.linear(h, 2 * net.square, net.bias),
     "transposed": lambda net, h: F.linear(h, net.square.T),
@@ -163,6 +246,40 @@ OTHERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "product of parameters": lambda net, h: h * (net.square @ net.square).mean(0),
     "product of a buffer": lambda net, h: h + (net.constant @ net.square).sum(0) * net.bias,
     "products, twice": lambda net, h: (h @ net.square + net.bias).sin().matmul(net.square),
+    "product with the transposed, and more": lambda net, h: h @ net.square.T + net.square.exp()[0],
+    "product with a view that others read": lambda net, h: _and_more(h, net.square.T),
+    "product with the transposed, twice": lambda net, h: (h @ net.square.T).sin() @ net.square,
+    "product with a view, twice": lambda net, h: _twice(h, net.square.T),
+    "product with a part of the transposed": lambda net, h: h @ net.square.T[:, :2],
+    "product with a reshaped one": lambda net, h: h @ net.square.view(9).view(3, 3).T,
+    "product with a copy": lambda net, h: h @ net.square.T.contiguous(),
+    "product with turned rows": lambda net, h: h @ net.square.T.flip(0),
+    "a vector with the transposed": lambda net, h: h + net.bias @ net.square.T,
+    "rows with the transposed": lambda net, h: torch.stack([h[n] @ net.square.T for n in range(N)]),
+    "the transposed of what it is multiplied with": lambda net, h: (
+        h * (net.square @ net.square.T).mean(0)
+    ),
+    "steps before samples": lambda net, h: (torch.stack([h, h.sin()]) @ net.square.T).mean(0),
+    "einsum of steps before samples": lambda net, h: torch.einsum(
+        "tnd,fd->tnf", torch.stack([h, h.sin()], 1).transpose(0, 1), net.square
+    ).sum(0),
+    "scaled addmm": lambda net, h: torch.addmm(net.bias, h, net.square, beta=2, alpha=0.5),
+    "addmm of data": lambda net, h: torch.addmm(h.sin(), h, net.square.T),
+    "addmm with one number": lambda net, h: torch.addmm(net.bias[:1], h, net.square),
+    "addmm, and more": lambda net, h: torch.addmm(net.bias, h, net.square) * net.bias,
+    "einsum of a diagonal": lambda net, h: torch.einsum("nd,dd->nd", h, net.square),
+    "einsum of one feature": lambda net, h: torch.einsum("nd,df->nf", h[:, :1], net.square),
+    "einsum without a sum": lambda net, h: torch.einsum("nd,df->ndf", h, net.square).sum(1),
+    "einsum with other axes first": lambda net, h: torch.einsum("nd,df->fn", h, net.square).T,
+    "einsum of three": lambda net, h: torch.einsum("nd,df,f->nf", h, net.square, net.bias),
+    "rows of the same numbers": lambda net, h: h * net.square[torch.tensor([0, 2, 2, 1])],
+    "rows of a mask": lambda net, h: (
+        h @ net.square[torch.tensor([True, False, True])].T @ net.square[:2]
+    ),
+    "first rows": lambda net, h: h + net.square[:1] * net.square[2],
+    "rows of the transposed": lambda net, h: h * net.square.T[(h > 0).long()[:, 0]],
+    "rows of a reshaped one": lambda net, h: h * net.square.view(9, 1)[(h > 0).long()[:, 0]],
+    "rows, and more": lambda net, h: net.square[(h > 0).long()[:, 0]] @ net.square.T * h,
     "of another layer": lambda net, h: F.linear(h, net.linear.weight) * net.bias,
 }
 
@@ -203,6 +320,153 @@ def test_what_is_no_layer(name: str, route: Any) -> None:
 def _with_gradients(net: nn.Module, X: Tensor, y: Tensor) -> list[nn.Parameter]:
     nn.CrossEntropyLoss()(net(X), y).backward()
     return list(net.parameters())
+
+
+class Tied(nn.Module):
+    """Scores of tokens by the table that embeds them, perhaps as ``nn.Linear`` computes them."""
+
+    def __init__(self, is_layer: bool) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(CLASSES, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, CLASSES, bias=False)
+        self.head.weight = self.table.weight
+        self.is_layer = is_layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, T] -> [N, C, T]."""
+        h = self.linear(self.table(x)).tanh()
+        y = self.head(h) if self.is_layer else h @ self.table.weight.T
+        return y.transpose(1, 2)
+
+
+@pytest.mark.parametrize("route", ["trace", "record"])
+def test_a_head_that_is_tied_to_an_embedding(route: Any) -> None:
+    """All as with a layer, also where hooks change the weight on the way, and bit for bit."""
+    plain, net = Tied(True), Tied(False)
+    net.load_state_dict(plain.state_dict())
+    alone = copy.deepcopy(net)
+    models = [extend(one, use_converter=route) for one in (net, plain)]
+    tokens = torch.randint(CLASSES, (N, POSITIONS))
+    found, truth = [quantities(model, tokens, tokens) for model in models]
+    torch.testing.assert_close(found, truth)
+    nn.CrossEntropyLoss()(alone(tokens), tokens).backward()
+    for p, own in zip(net.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(p.grad, own.grad)
+
+    def step(p: Tensor) -> None:
+        with torch.no_grad():
+            p.mul_(0.5)
+
+    for model in models:
+        model.zero_grad()
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(step)
+    found, same = [quantities(model, tokens, tokens) for model in models]
+    torch.testing.assert_close(found, same)
+    torch.testing.assert_close(found, truth)
+
+
+@pytest.mark.parametrize("route", ["trace", "record"])
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_frozen_parameters_of_functions(frozen: str, route: Any) -> None:
+    layer = nn.Linear(3, 2)
+    model = Functional(copy.deepcopy(layer), lambda x, weight, bias: F.linear(x, weight.T.T, bias))
+    models = [nn.Sequential(nn.Linear(3, 3), one, nn.Tanh()) for one in (layer, model)]
+    models[1].load_state_dict(models[0].state_dict())
+    X, y = torch.randn(N, 3), torch.randint(2, (N,))
+    found = []
+    for one in models:
+        one[1].get_parameter(frozen).requires_grad_(False)
+        one, lossfunc = extend(one, use_converter=route), extend(nn.CrossEntropyLoss())
+        with backpack(extensions.KFLR(), extensions.BatchGrad()):
+            lossfunc(one(X), y).backward()
+        trained = [p for p in one.parameters() if p.requires_grad]
+        found.append([(p.kflr, p.grad_batch) for p in trained])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("ext", [extensions.BatchGrad, extensions.KFLR])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_hooks_on_a_view(is_first: bool, ext: Any) -> None:
+    """What they change is no gradient of a layer, be they there before it or since."""
+
+    class Hooked(nn.Module):
+        def __init__(self, hook: Callable[[Tensor], Any]) -> None:
+            super().__init__()
+            self.first, self.weight = nn.Linear(3, 3), nn.Parameter(torch.randn(2, 3))
+            self.hook = hook
+
+        def forward(self, x: Tensor) -> Tensor:
+            """[N, 3] -> [N, 2]."""
+            view = self.weight.T
+            if is_first:
+                view.register_hook(self.hook)
+            y = self.first(x).tanh() @ view
+            if not is_first:
+                view.register_hook(self.hook)
+            return y
+
+    X, y, lossfunc = torch.randn(N, 3), torch.randint(2, (N,)), extend(nn.CrossEntropyLoss())
+    seen: list[Tensor] = []
+    model = extend(Hooked(seen.append), use_converter="record")
+    with backpack(ext()):
+        lossfunc(model(X), y).backward()
+    assert torch.equal(*seen, model.weight.grad.T)
+    plain = extend(nn.Sequential(model.first, nn.Tanh(), nn.Linear(3, 2, bias=False)))
+    plain[2].weight = nn.Parameter(model.weight.detach())
+    with backpack(ext()):
+        lossfunc(plain(X), y).backward()
+    found = [getattr(p, ext().savefield) for p in (model.weight, plain[2].weight)]
+    torch.testing.assert_close(*found)
+    model = extend(Hooked(lambda g: 2 * g), use_converter="record")
+    loss = lossfunc(model(X), y)
+    with backpack(ext()), pytest.raises(ValueError, match="has no samples"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("route", ["trace", "record"])
+def test_terms_that_cancel(route: Any) -> None:
+    """The sum of individual gradients is their rounding, as at the end of training."""
+    layer, X = nn.Linear(3, 2), torch.randn(8, 3)
+    left = torch.randn(8, 2)
+    design = torch.cat([X, torch.ones(8, 1)], 1)
+    y = layer(X).detach() + left - design @ torch.linalg.pinv(design) @ left
+    call = Functional(layer, lambda x, weight, bias: torch.addmm(bias, x, weight.T))
+    model, lossfunc = extend(call, use_converter=route), extend(nn.MSELoss())
+    with backpack(extensions.KFLR()):
+        lossfunc(model(X), y).backward()
+    assert layer.weight.grad.abs().max() < 1e-14
+    assert [*map(len, layer.weight.kflr)] == [2, 3]
+
+
+class Tripled(torch.autograd.Function):
+    """A view whose derivative is another one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return the same entries."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Return three times the gradient."""
+        return 3 * grad
+
+
+def test_a_view_with_a_derivative_of_its_own() -> None:
+    """Also where the gradient is zero, which would not show it."""
+    net = Net(lambda net, h: h @ Tripled.apply(net.square.T))
+    X = torch.randn(N, 3)
+    y = net(X).detach()
+    net.bias.requires_grad_(False)
+    truth = oracle.ggn_diag(net, nn.MSELoss(), X, y)
+    with pytest.warns(match="No rule for function"):
+        model = extend(net, use_converter="trace")
+    lossfunc = extend(nn.MSELoss())
+    with backpack(extensions.DiagGGNExact()):
+        lossfunc(model(X), y).backward()
+    found = [p.diag_ggn_exact for p in net.parameters() if p.requires_grad]
+    torch.testing.assert_close(found, truth)
 
 
 @pytest.mark.parametrize("route", ["trace", "record"])

@@ -28,6 +28,7 @@ from backpack.convert.recorder import (
     tensors_among,
 )
 from backpack.core.derivatives.automatic import attributes_kept
+from backpack.core.engine.elided_gradients import REARRANGEMENTS
 from backpack.core.engine.hooks import call_after_recording, copy_last
 from backpack.core.engine.spread import kind
 from backpack.core.features import hooks_of_saved_tensors
@@ -57,8 +58,11 @@ OPEN = (
     nn.TransformerEncoderLayer,
     *(cls for name, cls in vars(nn).items() if name == "LinearCrossEntropyLoss"),  # torch 2.15
 )
-# Nodes of functions that are layers if they read parameters.
-LAYERS = {"Linear", "Convolution", "Embedding", "NativeLayerNorm", "NativeGroupNorm"}
+# Nodes of functions that are layers if they read parameters, and which argument may be one first.
+LAYERS = {
+    **dict.fromkeys(("Linear", "Convolution", "NativeLayerNorm", "NativeGroupNorm"), 1),
+    **{"Addmm": 2, "Mm": 1, "Bmm": 0, "Embedding": 0, "Index": 0},
+}
 
 
 def is_open(module: Module) -> bool:
@@ -382,16 +386,18 @@ def _calls_layers(module: Module, inputs: Sequence[Tensor], outputs: Sequence[An
     if any(map(is_foreign_function, nodes)):  # which would not be recorded
         return False
     for node in nodes:
-        name = kind(node)
-        read = [parent for parent, _ in node.next_functions if parent is not None]
-        if name in ("Addmm", "Mm"):  # of a weight, transposed; or as it is
-            transposed = [parent.next_functions[0][0] for parent in read if kind(parent) == "T"]
-            read = [*transposed, *(p for p, _ in node.next_functions[1:] if name == "Mm")]
-        elif name not in LAYERS:
-            continue
-        if not own.isdisjoint(id(getattr(parent, "variable", None)) for parent in read):
+        first = LAYERS.get(kind(node))
+        read = () if first is None else node.next_functions[first:]
+        if not own.isdisjoint(id(_leaf_behind(parent)) for parent, _ in read):
             return True
     return False
+
+
+def _leaf_behind(node: Any) -> Any:
+    """Return the leaf that a node is of, or of another form of, such as its transpose."""
+    while type(node).__name__ in REARRANGEMENTS:
+        node = node.next_functions[0][0]
+    return getattr(node, "variable", None)
 
 
 def _has_no_rule(module: Module) -> bool:

@@ -35,6 +35,7 @@ from backpack.core.engine.combining import NO_GRAPH, Combining
 from backpack.core.engine.extracted import names_of
 from backpack.core.engine.first_order import FirstOrder
 from backpack.core.engine.intercept import Entry
+from backpack.core.engine.layers_of_functions import find_layers
 from backpack.core.engine.plan import Plan
 from backpack.core.engine.read_back import place_calls_again
 from backpack.core.engine.results import Writer
@@ -426,6 +427,8 @@ class Collector:
             if self.before.read:
                 self.before.show(self.calls, self.results.originals)
                 self.before.kept = None
+            if not any(map(_RULES, self.exts)):  # which may be about functions
+                find_layers(self.calls)
             if self.deferred:  # first order
                 with self.copied or nullcontext():
                     reached = self.reached_calls.values()

@@ -1,13 +1,16 @@
 """Functions that are given the parameters of a layer, such as ``F.linear(x, self.weight)``.
 
-A recorded call of one is a call of that layer: it has no parameters of its own.
+A recorded call of one is a call of that layer: it has no parameters of its own. What reads a
+parameter in another way is found out to be one later (``read_by_…``), see
+:mod:`backpack.core.engine.layers_of_functions`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
 from torch.nn.modules.conv import _ConvTransposeNd
@@ -44,13 +47,84 @@ def linear(input: Tensor, weight: Any, bias: Any = None) -> Module | None:
     return _with(nn.Linear, {"weight": weight, "bias": bias}, **features)
 
 
-def product(input: Any, other: Any = None, mat2: Any = None) -> Module | None:
+def product(input: Any, other: Any = None, mat2: Any = None, *, bias: Any = None) -> Module | None:
     """Return a linear layer with the second factor, which is its weight transposed."""
     weight = mat2 if other is None else other
     if not isinstance(weight, Parameter) or weight.dim() != 2 or input.dim() < 2:
         return None
     features = dict(zip(("in_features", "out_features"), weight.shape, strict=True))
-    return _with(TransposedLinear, {"weight": weight, "bias": None}, **features)
+    return _with(TransposedLinear, {"weight": weight, "bias": bias}, **features)
+
+
+class Weight(NamedTuple):
+    """A parameter that a function reads, or its transpose, in the place of what it is given."""
+
+    parameter: Parameter
+    is_transposed: bool
+
+
+# A layer, and what it is called with.
+Reading = tuple[Module, Tensor]
+
+
+def _linear_map(input: Any, weight: Any, contracted: int, bias: Any = None) -> Reading | None:
+    """Return the layer that sums over the last axis of its input, and one axis of a weight."""
+    if not (isinstance(input, Tensor) and isinstance(weight, Weight)):
+        return None
+    p, b = weight.parameter, None if bias is None else getattr(bias, "parameter", bias)
+    if p.dim() != 2 or not isinstance(b, Parameter | None):
+        return None
+    axis = contracted ^ weight.is_transposed
+    fits = input.dim() > 1 and input.shape[-1] == p.shape[axis]
+    if not fits or (b is not None and b.shape != p.shape[1 - axis : 2 - axis]):
+        return None
+    layer = linear(input, p, b) if axis else product(input, p, bias=b)
+    return None if layer is None else (layer, input)
+
+
+def read_by_linear(input: Any, weight: Any, bias: Any = None) -> Reading | None:
+    """``F.linear``."""
+    return _linear_map(input, weight, 1, bias)
+
+
+def read_by_product(input: Any, other: Any = None, mat2: Any = None) -> Reading | None:
+    """``input @ other``."""
+    return _linear_map(input, mat2 if other is None else other, 0)
+
+
+def read_by_addmm(
+    input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1
+) -> Reading | None:
+    """``input + mat1 @ mat2``."""
+    is_plain = (beta, alpha) == (1, 1) and isinstance(input, Weight)
+    return _linear_map(mat1, mat2, 0, input) if is_plain else None
+
+
+def read_by_einsum(equation: Any, *operands: Any) -> Reading | None:
+    """``...i,io->...o``, with any letters, and in any order."""
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2:
+        return None
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    pairs = list(zip(inputs.split(","), operands, strict=True))
+    (axes, x), (of_weight, weight) = pairs if isinstance(operands[1], Weight) else pairs[::-1]
+    kept, contracted = axes[:-1], of_weight.find(axes[-1:])
+    letters = kept.replace("...", "")
+    if len(of_weight) != 2 or contracted < 0 or len({*letters, *of_weight}) < len(letters) + 2:
+        return None
+    is_map = output == kept + of_weight[1 - contracted]
+    return _linear_map(x, weight, contracted) if is_map else None
+
+
+def read_by_index(input: Any, index: Any) -> Reading | None:
+    """``table[index]``: numbers below zero count from the end."""
+    is_table = isinstance(input, Weight) and not input.is_transposed and input.parameter.dim() == 2
+    kinds = (torch.int64, torch.int32)
+    if not is_table or not isinstance(index, Tensor) or index.dtype not in kinds:
+        return None
+    layer = embedding(index, input.parameter)
+    return None if layer is None else (layer, index % len(input.parameter))
 
 
 OPTIONS = ("stride", "padding", "dilation", "groups")

@@ -51,6 +51,8 @@ class Row:
         treatment: What it does with the entries of its tensors; None for anything else.
         layer: From the arguments of a recorded call to the layer with the same parameters, whose
             input is the first argument; None if the call is none of a layer.
+        reading: From the arguments of a call, where a ``Weight`` stands for each parameter that it
+            reads, perhaps transposed, to the layer and its input; likewise.
     """
 
     functions: str
@@ -60,6 +62,7 @@ class Row:
     keep: bool = False
     treatment: str | None = None
     layer: Callable[..., Module | None] | None = None
+    reading: Callable[..., layers.Reading | None] | None = None
 
 
 def _rows(*functions: str, **common: Any) -> list[Row]:
@@ -77,13 +80,18 @@ TABLE: tuple[Row, ...] = (
     Row("torch.divide torch.true_divide .divide .true_divide", to.divide, treatment=ENTRIES),
     Row("operator.neg torch.neg .neg", partial(to.multiply, other=-1), treatment=ENTRIES),
     Row("torch.negative .negative", partial(to.multiply, other=-1), treatment=ENTRIES),
-    Row("torch.matmul operator.matmul .matmul", layer=layers.product),
-    Row("torch.mm .mm", layer=layers.product),
+    *_rows(
+        *("torch.matmul operator.matmul .matmul", "torch.mm .mm"),
+        layer=layers.product,
+        reading=layers.read_by_product,
+    ),
+    Row("torch.addmm .addmm", reading=layers.read_by_addmm),
+    Row("torch.einsum", reading=layers.read_by_einsum),
     *_rows(
         *("torch.bmm .bmm", "torch.mv .mv"),
-        *("torch.dot .dot torch.vdot .vdot torch.inner .inner", "torch.einsum", "torch.tensordot"),
+        *("torch.dot .dot torch.vdot .vdot torch.inner .inner", "torch.tensordot"),
         *("torch.outer .outer torch.ger .ger", "torch.kron .kron", "torch.addmv .addmv"),
-        *("torch.addmm .addmm", "torch.addbmm .addbmm", "torch.baddbmm .baddbmm"),
+        *("torch.addbmm .addbmm", "torch.baddbmm .baddbmm"),
     ),
     # axes, shapes and selections
     Row("torch.flatten .flatten", layer(to.flatten), is_view=True, treatment=RESHAPES),
@@ -98,7 +106,14 @@ TABLE: tuple[Row, ...] = (
     Row("torch.transpose .transpose", to.transpose, is_view=True, treatment=MOVES),
     Row("torch.swapdims .swapdims", to.transpose, is_view=True, treatment=MOVES),
     Row("torch.swapaxes .swapaxes", to.swapaxes, is_view=True, treatment=MOVES),
-    Row("operator.getitem", to.getitem, item_kind, is_view=True, treatment=MOVES),
+    Row(
+        "operator.getitem",
+        to.getitem,
+        item_kind,
+        is_view=True,
+        treatment=MOVES,
+        reading=layers.read_by_index,
+    ),
     *_rows(
         *("torch.t .t", "torch.adjoint .adjoint", "torch.diagonal .diagonal", ".unfold"),
         *("torch.movedim torch.moveaxis .movedim .moveaxis", "torch.broadcast_to .broadcast_to"),
@@ -287,7 +302,7 @@ TABLE: tuple[Row, ...] = (
     Row("torch.layer_norm", layer(to.layer_norm)),
     Row("F.rms_norm", layer(to.rms_norm), layer=layers.rms_norm),
     Row("F.group_norm", layer=layers.group_norm),
-    Row("F.linear", layer=layers.linear),
+    Row("F.linear", layer=layers.linear, reading=layers.read_by_linear),
     Row("F.conv1d torch.conv1d", layer=layers.conv(nn.Conv1d)),
     Row("F.conv2d torch.conv2d", layer=layers.conv(nn.Conv2d)),
     Row("F.conv3d torch.conv3d", layer=layers.conv(nn.Conv3d)),

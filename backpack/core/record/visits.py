@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from backpack.core.record import shards
 from backpack.core.record.calls import LIVE, RELEASED, Call, saved_by
 from backpack.core.record.layout import Layout
 from backpack.core.record.module_state import NOTHING, cast, describe, placeholder
 from backpack.core.record.origins import Origin, flatten_outputs
-from backpack.core.record.registry import fallback
-from backpack.core.record.weights import Kept
+from backpack.core.record.registry import derivatives_of, fallback
+from backpack.core.record.weights import Kept, version_of
 
 
 class Visit(Call):
@@ -242,6 +242,39 @@ class Visit(Call):
         self.find_places()
         if self.misplaced is not None:
             raise ValueError(self.misplaced)
+
+    def as_layer(self, layer: Module, i: int, x: Tensor) -> Visit | None:
+        """Return the call of a layer, if that is what the function computes.
+
+        Args:
+            layer: It has the parameters that the function reads.
+            i: Number of the input, among those of the function.
+            x: Its entries.
+        """
+        rule, mark, layout = derivatives_of(layer), self.origins_in[i], self.layouts_in[i]
+        if rule is None or layout is None or not layout.is_batched or i in self.producers:
+            return None
+        other: Visit = object.__new__(Visit)
+        vars(other).update(vars(self))
+        other._note_module(layer, rule.own(layer))
+        other.derivatives, other.trained = rule, other.params
+        other.inputs, other.structure, other.computed = (x,), None, [self.computed[i]]
+        other.origins_in, other.shape_in, other.layouts_in = (mark,), (x.shape,), (layout,)
+        other.versions = (version_of(x), *self.versions[len(self.inputs) :])
+        other.producers, other.kept, other.saved = {}, {}, {}
+        if self.computed_with is not None:
+            other.computed_with = other.state
+        other._find_layouts_out()
+        facts = [[y and y.facts for y in call.layouts_out] for call in (self, other)]
+        return other if other.misplaced is None and facts[0] == facts[1] else None
+
+    def become(self, other: Visit) -> None:
+        """Be another visit of the same call from now on."""
+        vars(self).update(vars(other))
+
+    def take_no_part(self) -> None:
+        """Leave what the call has computed to others, which read it as it is."""
+        self.trained, self.is_transparent = {}, True
 
     # ------------------------------------------------------------------ its end
 
