@@ -14,7 +14,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend, extensions
+from backpack.custom_module.parameter_module import ParameterModule
 from backpack.custom_module.transposed_linear import TransposedLinear
+from backpack.extensions.firstorder.base import FirstOrderModuleExtension
 
 N, POSITIONS, CLASSES = 4, 5, 3
 
@@ -427,16 +429,38 @@ def test_hooks_on_a_view(is_first: bool, ext: Any) -> None:
 @pytest.mark.parametrize("route", ["trace", "record"])
 def test_terms_that_cancel(route: Any) -> None:
     """The sum of individual gradients is their rounding, as at the end of training."""
-    layer, X = nn.Linear(3, 2), torch.randn(8, 3)
-    left = torch.randn(8, 2)
-    design = torch.cat([X, torch.ones(8, 1)], 1)
-    y = layer(X).detach() + left - design @ torch.linalg.pinv(design) @ left
-    call = Functional(layer, lambda x, weight, bias: torch.addmm(bias, x, weight.T))
+    layer, X, left = nn.Linear(3, 2, bias=False), torch.randn(32, 5, 3), torch.randn(32, 5, 2)
+    rows = X.flatten(0, 1)
+    left -= (rows @ torch.linalg.pinv(rows) @ left.flatten(0, 1)).view_as(left)
+    # in another order than that of the samples
+    call = Functional(layer, lambda x, weight: (x.transpose(0, 1) @ weight.T).transpose(0, 1))
     model, lossfunc = extend(call, use_converter=route), extend(nn.MSELoss())
     with backpack(extensions.KFLR()):
-        lossfunc(model(X), y).backward()
+        lossfunc(model(X), layer(X).detach() + left).backward()
     assert layer.weight.grad.abs().max() < 1e-14
     assert [*map(len, layer.weight.kflr)] == [2, 3]
+
+
+class Total(FirstOrderModuleExtension):
+    """The gradient that arrives at what reads a parameter, in the place of individual ones."""
+
+    def __init__(self) -> None:
+        super().__init__(params=["parameter"])
+
+    def parameter(self, ext: Any, module: Any, g_inp: Any, g_out: Any, quantities: Any) -> Tensor:
+        """Return it for each sample: [N, *p]."""
+        return g_out[0].expand(N, *g_out[0].shape)
+
+
+@pytest.mark.parametrize("route", ["trace", "record"])
+def test_rules_for_functions(route: Any) -> None:
+    """Rules of one extension see functions and what reads parameters as they are recorded."""
+    net = Functional(nn.Linear(3, 2, bias=False), lambda x, weight: x.sin() @ weight.T)
+    model, ext = extend(net, use_converter=route), extensions.BatchGrad()
+    ext.set_module_extension(ParameterModule, Total(), overwrite=True)
+    with backpack(ext):
+        extend(nn.MSELoss())(model(torch.randn(N, 3)), torch.randn(N, 2)).backward()
+    assert torch.equal(net.weight.grad_batch, net.weight.grad.expand(N, 2, 3))
 
 
 class Tripled(torch.autograd.Function):
