@@ -280,6 +280,7 @@ OTHERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     ),
     "first rows": lambda net, h: h + net.square[:1] * net.square[2],
     "rows of the transposed": lambda net, h: h * net.square.T[(h > 0).long()[:, 0]],
+    "numbers of a vector": lambda net, h: h * net.bias[(h > 0).long()[:, 0]].exp()[:, None],
     "rows of a reshaped one": lambda net, h: h * net.square.view(9, 1)[(h > 0).long()[:, 0]],
     "rows, and more": lambda net, h: net.square[(h > 0).long()[:, 0]] @ net.square.T * h,
     "of another layer": lambda net, h: F.linear(h, net.linear.weight) * net.bias,
