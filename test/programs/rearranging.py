@@ -40,7 +40,10 @@ from backpack.utils import warning
 
 ENTRIES = 1500  # of a tensor, at most
 DTYPE = torch.float64
-PRODUCT = re.compile(r"(?:torch\.matmul\()?(\w+)(?:, | @ )self\.(m\d+)\)?")  # with a weight
+PRODUCT = re.compile(  # with a weight
+    r"(?:\w+ @ |torch\.matmul\(\w+, |torch\.einsum\('(\w+)(\w),\2z->\1z', \w+, )self\.(m\d+)\)?"
+    r"|F\.linear\(\w+, self\.(m\d+)\.t\(\)\)"
+)
 ROUTES: dict[str, Any] = {"auto": True, "record": "record", "plain": False}
 
 # --------------------------------------------------------------------------------------
@@ -105,14 +108,14 @@ class Program:
 
     @property
     def weights(self) -> set[str]:
-        """Parameters whose only use is ``h @ p``, of samples: those of linear layers."""
+        """Parameters used in products ``h @ p`` alone, of samples: those of linear layers."""
         follows, found, others = {"x"}, set(), set()
         for line in self.body:
             target, _, expression = line.partition(" = ")
             read = re.findall(r"\b(h\d+|x)\b(?!\.shape)", expression)
             factors = PRODUCT.fullmatch(expression)
             if factors is not None and follows.intersection(read):
-                found.add(factors[2])
+                found.add(factors[3] or factors[4])
             else:
                 others.update(re.findall(r"self\.(m\d+)", line))
             if follows.intersection(read):
@@ -1354,8 +1357,12 @@ class Products(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        is_product = func in (torch.matmul, Tensor.matmul, Tensor.__matmul__)
-        change = self.changes.get(args[1]) if is_product else None
+        args = args[1:] if func is torch.einsum else args
+        known = (torch.matmul, Tensor.matmul, Tensor.__matmul__, nn.functional.linear, torch.einsum)
+        if func not in known or len(args) < 2:
+            return out
+        weight = args[1] if args[1]._base is None else args[1]._base
+        change = self.changes.get(weight)
         return out if change is None else change(func, args, out)
 
 
