@@ -420,6 +420,33 @@ def test_parameters_that_are_read_several_times(frozen: bool) -> None:
     agrees(network("reading", lambda: Reading(frozen), (3,)))
 
 
+class Scores(nn.Module):
+    """Log-potentials of labels, as in a conditional random field: an entry of a vector for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.first = nn.Linear(3, 3), nn.Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        """[N, 2, 3], [N, 2] -> []."""
+        h = self.linear(x)
+        score = self.first[labels[:, 0]] + h[:, 0].gather(1, labels[:, :1]).squeeze(1)
+        return (torch.logsumexp(self.first + h[:, 0], 1) - score).mean()
+
+
+@pytest.mark.parametrize("converter", [True, "record"])
+def test_one_entry_of_a_parameter_for_each_sample(converter: Any) -> None:
+    torch.manual_seed(0)
+    model, x, labels = Scores().double(), torch.rand(4, 2, 3).double(), torch.arange(8) % 3
+    data = x, labels.reshape(4, 2)
+    params = list(model.parameters())
+    losses = [model(*[t[n : n + 1] for t in data]) / 4 for n in range(4)]
+    expected = zip(*[torch.autograd.grad(loss, params) for loss in losses], strict=True)
+    with backpack(extensions.BatchGrad()):
+        extend(model, use_converter=converter)(*data).backward()
+    close([p.grad_batch for p in params], list(map(torch.stack, expected)))
+
+
 def test_factor_of_a_parameter_is_its_block() -> None:
     """Also where it is the weight of a layer, which alone would have two factors."""
     case = network("reading", lambda: Reading(False), (3,))
