@@ -399,6 +399,44 @@ def test_sum_of_losses_sums_curvature(case: Case) -> None:
         torch.testing.assert_close(q.hmp(vector), 3 * p.hmp(vector), **TOLERANCE)
 
 
+class OfTwoLosses(nn.Module):
+    """A table whose rows are embeddings, and the weight of a layer that another loss reads."""
+
+    def __init__(self, entries: int, decodes_data: bool) -> None:
+        super().__init__()
+        self.embedding, self.decoder = nn.Embedding(entries, 3), nn.Linear(3, entries, bias=False)
+        self.decoder.weight = self.embedding.weight
+        self.head, self.decodes_data = nn.Linear(3, 2), decodes_data
+
+    def forward(self, tokens: Tensor, data: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.embedding(tokens)
+        return self.head(h), self.decoder(data if self.decodes_data else h)
+
+
+@pytest.mark.parametrize("entries", [3, 5])
+@pytest.mark.parametrize("decodes_data", [False, True])
+@pytest.mark.parametrize("decoder_first", [False, True])
+@pytest.mark.parametrize("ext", [extensions.KFLR(), extensions.KFAC(mc_samples=100_000)], ids=str)
+def test_factors_of_a_parameter_that_losses_use_differently(
+    entries: int, decodes_data: bool, decoder_first: bool, ext: Any
+) -> None:
+    """What one loss knows factors of, and another one no, has its block of both."""
+    torch.manual_seed(0)
+    model = extend(OfTwoLosses(entries, decodes_data).double())
+    one, other = extend(nn.CrossEntropyLoss()), extend(nn.CrossEntropyLoss())
+    tokens, y, data = torch.tensor([0, 2, 1, 2]), torch.tensor([0, 1, 1, 0]), torch.rand(4, 3)
+    with backpack(ext, extensions.SqrtGGNExact()):
+        outputs = model(tokens, data.double())
+        losses = one(outputs[0], y), other(outputs[1], y)
+        sum(losses[::-1] if decoder_first else losses).backward()  # type: ignore[union-attr]
+    table = model.embedding.weight
+    factor = table.sqrt_ggn_exact.flatten(2).flatten(0, 1)
+    sampled = {"rtol": 0.1, "atol": 5e-3} if ext.savefield == "kfac" else TOLERANCE
+    expected = [factor.T @ factor]
+    torch.testing.assert_close(getattr(table, ext.savefield), expected, **sampled)
+    assert [len(f) for f in getattr(model.head.weight, ext.savefield)] == [2, 3]
+
+
 def test_negative_scale() -> None:
     case = select("network")[0]
     plain = run(case.build(), extensions.DiagHessian())

@@ -90,7 +90,10 @@ class Extraction:
         for p, uses in uses_of.items():
             if not self.is_second or p in self.bases:
                 bases = self.bases.get(p)
-                self._add(Products(p, uses, self.wanted, terms, bases, *self.options), part)
+                # what one loss does not reach, another one may: factors of both are of one kind
+                deciding = self._whole_uses(p) if len(uses) < len(self._plan.uses[p]) else None
+                of_p = Products(p, uses, self.wanted, terms, bases, *self.options, deciding)
+                self._add(of_p, part)
 
     def _add(self, products: Products, part: Part) -> None:
         p, before = products.parameter, self.totals.get(products.parameter, {})

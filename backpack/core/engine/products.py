@@ -64,6 +64,7 @@ class Products:
         max_factor_size: Of Kronecker factors that are larger there is the diagonal alone.
         counted: At which rows of all samples the loss counts a target, ``[N, R]``, and whose they
             are, if they were chosen. None for all of them.
+        deciding: The uses that decide what the Kronecker factors are: those of all sources.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class Products:
         bases: extracted.Bases | None = None,
         max_factor_size: float = inf,
         counted: tuple[Tensor, Owners | None] | None = None,
+        deciding: list[Use] | None = None,
     ):
-        """Store what is given; compute nothing."""
+        """Store what is given; compute nothing. By default, the uses decide themselves."""
         self.parameter = parameter
         shard = shard_of(parameter) if KNOWN else None
         self.unit = None if shard is None else shard.group
@@ -86,6 +88,7 @@ class Products:
         self.bases = dict(bases or {})
         self.max_factor_size = max_factor_size
         self.counted = counted
+        self.deciding = uses if deciding is None else deciding
         self._values: dict[str, Any] = {}
         self._taken: set[str] = set()
         self._sources: Sequence[sources.Source] = []
@@ -409,13 +412,13 @@ class Products:
 
         The block itself or, if that is too large, its marginals.
         """
-        if self._is_small and len(self.uses) == 1:
+        if self._is_small and len(self.deciding) == 1:
             return None
         return self._instead_of_factors
 
     @lazy
     def _instead_of_factors(self) -> Callable[..., Any] | None:
-        facts = {(u.has_kronecker_factors, *_ORDER(u.call.derivatives)) for u in self.uses}
+        facts = {(u.has_kronecker_factors, *_ORDER(u.call.derivatives)) for u in self.deciding}
         (is_known, *_), *others = facts
         if self._is_small:
             return block if others else None
