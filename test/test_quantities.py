@@ -437,6 +437,25 @@ def test_factors_of_a_parameter_that_losses_use_differently(
     assert [len(f) for f in getattr(model.head.weight, ext.savefield)] == [2, 3]
 
 
+@pytest.mark.parametrize("entries", [3, 5])
+@pytest.mark.parametrize("decodes_data", [False, True])
+def test_factors_of_different_axes_do_not_accumulate(entries: int, decodes_data: bool) -> None:
+    """Each loss has a backward pass of its own; what the first has left stays."""
+    torch.manual_seed(0)
+    model = extend(OfTwoLosses(entries, decodes_data).double())
+    one, other = extend(nn.CrossEntropyLoss()), extend(nn.CrossEntropyLoss())
+    tokens, y, data = torch.tensor([0, 2, 1, 2]), torch.tensor([0, 1, 1, 0]), torch.rand(4, 3)
+    outputs = model(tokens, data.double())
+    with backpack(extensions.KFLR(), accumulate=True):
+        one(outputs[0], y).backward(retain_graph=True)
+    before = [f.clone() for f in model.embedding.weight.kflr]
+    of = "outputs, inputs" if decodes_data else "its whole block"
+    refusal = pytest.raises(ValueError, match=rf"\[{entries}, 3\].*inputs, outputs in one.*{of} in")
+    with refusal, backpack(extensions.KFLR(), accumulate=True):
+        other(outputs[1], y).backward()
+    torch.testing.assert_close(model.embedding.weight.kflr, before, rtol=0, atol=0)
+
+
 def test_negative_scale() -> None:
     case = select("network")[0]
     plain = run(case.build(), extensions.DiagHessian())

@@ -192,7 +192,7 @@ class Products:
         if not set(extracted.JOINT_FACTORS.values()).isdisjoint(names):
             _ = self.partner, self._is_joined_bias  # before the uses are gone
         self._values.clear()
-        self.uses = []
+        self.uses = self.deciding = []
         return values
 
     def resume(self, values: Mapping[str, Any], num_samples: int) -> None:
@@ -423,6 +423,18 @@ class Products:
         if self._is_small:
             return block if others else None
         return None if is_known and not others else marginals
+
+    @property
+    def factors_are_of(self) -> str:
+        """Say what the Kronecker factors of a weight are of."""
+        first, p = self.deciding[0], self.parameter
+        whole = self._without_factors is None and not first.has_kronecker_factors
+        if whole or self._without_factors is block or sum([size > 1 for size in p.shape]) < 2:
+            return "its whole block"
+        if self._without_factors is not None:
+            return "each axis, in the order of the axes"
+        order = "inputs, outputs" if self.input_first else "outputs, inputs"
+        return f"{order} of the transposed weight" if self.swaps_axes else order
 
     def _gram_of_rows(self, name: str) -> Tensor:
         """Sum the outer products of the Kronecker rows; positions and uses are summed before.

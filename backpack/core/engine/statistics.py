@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack.core.engine.extracted import JOINT_FACTORS, OVER_PARTS, Reduction, add
+from backpack.core.engine.extracted import (
+    JOINT_FACTORS,
+    KRONECKER,
+    OVER_PARTS,
+    Reduction,
+    add,
+)
 from backpack.core.engine.products import Products
 from backpack.core.types import Extension, Save
 
@@ -170,6 +176,7 @@ class OfProducts(Statistics):
         """Compute everything that the extensions read, and let go of where it comes from."""
         names = dict.fromkeys(name for ext in exts for name in ext.reads)
         averaged = {name: products.count_of(name) for name in names if OVER_PARTS[name].is_average}
+        self.factors_are_of = "" if KRONECKER.isdisjoint(names) else products.factors_are_of
         super().__init__(products.parameter, exts, products.settle(names))
         self.unit, self.products = products.unit, products
         self.numbers = {"": products.num_samples, **averaged}
@@ -181,7 +188,17 @@ class OfProducts(Statistics):
 
         Raises:
             NotImplementedError: If a weight has its Kronecker factors with two biases.
+            ValueError: If the Kronecker factors of the parts are of different axes.
         """
+        kinds = self.factors_are_of, other.factors_are_of
+        if kinds[0] != kinds[1]:
+            names = ", ".join(map(repr, self.exts))
+            raise ValueError(
+                f"{names}: a parameter {list(self.parameter.shape)} is used in different ways by "
+                "backward passes that accumulate, as a table of embeddings that is also the weight "
+                f"of a layer. Its Kronecker factors are those of {kinds[0]} in one of them, and of "
+                f"{kinds[1]} in another one. Add up the losses, and call backward() once."
+            )
         if not JOINED.isdisjoint(self.values):
             partners = self.products.partner, other.products.partner
             _check_same_partner(self.products.parameter, *partners)
