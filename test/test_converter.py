@@ -732,6 +732,34 @@ class Documented(nn.Module):
         return x.permute(0, 2, 1)
 
 
+class Repeated(nn.Module):
+    """As capsules do: transformations that all samples share, once for each."""
+
+    def __init__(self, number_first: bool) -> None:
+        super().__init__()
+        self.weight, self.number_first = nn.Parameter(torch.rand(1, 4)), number_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = x.size(0)
+        weights = count * [self.weight] if self.number_first else [self.weight] * count
+        return torch.cat(weights) * x
+
+
+@pytest.mark.parametrize("number_first", [False, True])
+def test_gradients_of_a_list_that_repeats_add_up_in_the_same_order(number_first: bool) -> None:
+    torch.manual_seed(0)
+    model = Repeated(number_first)
+    converted = extend(copy.deepcopy(model), use_converter=True)
+    for count in range(3, 23):
+        x = torch.randn(count, 4)
+        found = []
+        for net in (model, converted):
+            net.zero_grad()
+            net(x).sin().sum().backward()
+            found.append(net.weight.grad)
+        assert torch.equal(*found)
+
+
 def test_documented_names() -> None:
     net = Documented()
     converted = convert(net)

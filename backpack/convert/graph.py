@@ -32,7 +32,7 @@ from backpack.convert.tracing import (
     place_of,
 )
 from backpack.core.record.conversions import Apply
-from backpack.core.record.kinds import TENSOR, UNKNOWN, VALUE, Kind, TrainingFlag, kind
+from backpack.core.record.kinds import TENSOR, TENSORS, UNKNOWN, VALUE, Kind, TrainingFlag, kind
 from backpack.core.record.lookup import (
     Function,
     change_clone,
@@ -81,6 +81,8 @@ NODE_NAMES: dict[type[Module], str] = {
 }
 # How torch.fx says that an argument has another value than its default, and what to do then.
 OTHER_VALUE = "but got another value"
+# What repeats a list, ``[x] * n``, if its length is known when the model runs.
+REPEATS = (operator.mul, operator.imul)
 SPECIALIZED = (
     "The forward pass was converted with the default value: for others, record its functions, "
     'extend(model, use_converter="record").'
@@ -384,6 +386,12 @@ class _Converter:
         return f"{path}.{alias}" if path else alias
 
     def _convert_call_function(self, node: Node) -> None:
+        lists = [a for a in node.args if isinstance(a, (list, tuple)) and kind(a) != VALUE]
+        if node.target in REPEATS and lists:
+            # of Python: as a module, it would give each of the tensors a node of its own, and
+            # gradients would add up in another order
+            self._finish(node, "", TENSORS)
+            return
         function = look_up(node)
         if nodes_in(node.kwargs.get("out")):
             raise self._error(node, "has an argument 'out'. Use what the function returns.")
