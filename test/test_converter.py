@@ -117,18 +117,19 @@ INDICES = "max_pool2d_with_indices ReduceTuple"
 CASES: list[tuple[Run, str] | tuple[Run, str, tuple[Tensor, Tensor]]] = [
     # arithmetic
     (lambda m, x, y: x + y, "SumModule"),
-    (lambda m, x, y: torch.add(x, y, alpha=2), "ScaleModule SumModule"),
+    (lambda m, x, y: torch.add(x, y, alpha=2), "add"),
     (lambda m, x, y: torch.add(input=x, other=y), "SumModule"),
-    (lambda m, x, y: x.add(y, alpha=-0.5), "ScaleModule SumModule"),
+    (lambda m, x, y: x.add(y, alpha=-0.5), "add"),
     (lambda m, x, y: x + 3, "SumModule"),
     (lambda m, x, y: 3.5 + x, "SumModule"),
-    (lambda m, x, y: x.add(other=2, alpha=3), "SumModule"),
+    (lambda m, x, y: x.add(other=2, alpha=3), "add"),
     (lambda m, x, y: x - y, "ScaleModule SumModule"),
     (lambda m, x, y: x - 3, "SumModule"),
     (lambda m, x, y: 3 - x, "ScaleModule SumModule"),
-    (lambda m, x, y: torch.sub(x, y, alpha=3), "ScaleModule SumModule"),
+    (lambda m, x, y: torch.sub(x, y, alpha=3), "sub"),
     (lambda m, x, y: x.sub(other=y), "ScaleModule SumModule"),
-    (lambda m, x, y: torch.rsub(x, y, alpha=2), "ScaleModule SumModule"),
+    (lambda m, x, y: torch.rsub(x, y, alpha=2), "rsub"),
+    (lambda m, x, y: torch.rsub(x, y), "ScaleModule SumModule"),
     (lambda m, x, y: x * y, "MulModule"),
     (lambda m, x, y: x * 3, "ScaleModule"),
     (lambda m, x, y: 0.5 * x, "ScaleModule"),
@@ -550,6 +551,32 @@ ELSEWHERE = (
     "linear_cross_entropy",  # in test_torch_nn.py
     "_weight_norm",  # in test_recording.py
 )
+
+
+ROUNDED_ONCE: list[Run] = [
+    lambda m, x, y: torch.add(x, y, alpha=0.3),
+    lambda m, x, y: x.add(y, alpha=-0.7),
+    lambda m, x, y: torch.add(x, 0.3, alpha=2.5),
+    lambda m, x, y: torch.sub(x, y, alpha=0.3),
+    lambda m, x, y: x.sub(y, alpha=3),
+    lambda m, x, y: torch.subtract(x, 0.3, alpha=3),
+    lambda m, x, y: torch.rsub(x, y, alpha=0.3),
+    lambda m, x, y: x.clone().sub_(y, alpha=0.3),
+    lambda m, x, y: torch.sub(x.half(), y.half(), alpha=0.3),
+    lambda m, x, y: torch.addcmul(x, x, y, value=0.3),
+    lambda m, x, y: torch.addcdiv(x, x, y, value=0.3),
+    lambda m, x, y: torch.lerp(x, y, 0.3),
+]
+
+
+@pytest.mark.parametrize("function", ROUNDED_ONCE)
+@pytest.mark.parametrize("converter", [True, "record"])
+def test_last_bits(function: Run, converter: Any) -> None:
+    """Product and sum in one function are not rounded in between, nor in the converted model."""
+    x, y = torch.rand(64, 6).float() - 0.5, torch.rand(64, 6).float() + 0.1
+    net = Net(lambda m, x, y: function(m, m.linear(x), y)).float()
+    expected = net(x, y)
+    assert torch.equal(extend(net, use_converter=converter)(x, y), expected)
 
 
 def test_table_is_covered() -> None:
@@ -1911,11 +1938,11 @@ def test_unsigned_integers_in_differences(converter: Any) -> None:
         lambda h, y: h * (255 - y),
         lambda h, y: h * (y - y.flip(1)),
         lambda h, y: h - y.int(),
+        lambda h, y: torch.sub(h, y, alpha=2),
     ):
         model = Difference(right)
         expected = model(x, y)
         torch.testing.assert_close(extend(model, use_converter=converter)(x, y), expected)
-    for wrong in (lambda h, y: h - y, lambda h, y: torch.sub(h, y, alpha=2)):
-        model = extend(Difference(wrong), use_converter=converter)
-        with pytest.raises(RuntimeError, match=r"torch.uint8 is subtracted .* y.to\(x.dtype\)"):
-            model(x, y)
+    model = extend(Difference(lambda h, y: h - y), use_converter=converter)
+    with pytest.raises(RuntimeError, match=r"torch.uint8 is subtracted .* y.to\(x.dtype\)"):
+        model(x, y)

@@ -123,19 +123,23 @@ def scaled(input: Any, factor: float) -> Any:
 
 
 def add(input: Any, other: Any, *, alpha: Any = 1) -> Apply | None:
-    """``input + alpha * other``."""
-    return Apply(SumModule(), (input, scaled(other, alpha))) if is_number(alpha) else None
+    """``input + other``: with another alpha, the sum is rounded once, as no module does."""
+    return Apply(SumModule(), (input, other)) if _is_one(alpha) else None
 
 
 def subtract(input: Any, other: Any, *, alpha: Any = 1) -> Apply | None:
-    """``input - alpha * other``."""
-    if not is_number(alpha):
+    """``input - other``."""
+    if not _is_one(alpha):
         return None
-    return Apply(SumModule.of_difference(), (input, scaled(other, -alpha)))
+    return Apply(SumModule.of_difference(), (input, scaled(other, -1)))
+
+
+def _is_one(alpha: Any) -> bool:
+    return is_number(alpha) and alpha == 1
 
 
 def subtract_from(input: Any, other: Any, *, alpha: Any = 1) -> Apply | None:
-    """``other - alpha * input``."""
+    """``other - input``."""
     return subtract(other, input, alpha=alpha)
 
 

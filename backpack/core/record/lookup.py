@@ -214,7 +214,8 @@ def look_up(node: Node) -> Function:
 def _look_up_method(name: str) -> Function:
     if name == "__setitem__":
         return Function(set_item, SET_ITEM, in_place=True)
-    same = getattr(operator, name, None)  # such as __iadd__
+    # such as __iadd__; the function takes no options, as add does
+    same = getattr(operator, name, None) if name.startswith("__") else None
     if same in INDEX.functions:
         return INDEX.functions[same]
     plain = name.rstrip("_")
