@@ -18,7 +18,7 @@ from torch.autograd.functional import hessian, jacobian
 from torch.func import functional_call
 from torch.nn.functional import dropout
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from backpack import backpack, disable, extend
 from backpack.custom_module.reduce_tuple import ReduceTuple
@@ -1193,6 +1193,24 @@ def test_wrong_vectors() -> None:
         operator.solve(torch.ones(30))
     with pytest.raises(ValueError, match="between 1 and 30, got 31"):
         operator.eigsh(31)
+
+
+@pytest.mark.parametrize("kind", [GGN, Hessian, DiagonalGGN, KroneckerGGN, EmpiricalFisher])
+def test_batches_with_more_than_the_loss_takes(kind: Any) -> None:
+    """A loader that also has the number of each sample: say which parts are meant."""
+    model, loss_function, (X, y), _ = PROBLEMS["mlp"]()
+    dataset = TensorDataset(X, y, torch.arange(len(X)))
+
+    def product(data: Any) -> Tensor:
+        return kind(model, loss_function, data) @ torch.ones(31)
+
+    message = r"A batch has 3 parts.*CrossEntropyLoss.*default_collate\(samples\)\[:2\]"
+    with pytest.raises(ValueError, match=message):
+        product(DataLoader(dataset, batch_size=4))
+    chosen = DataLoader(
+        dataset, batch_size=4, collate_fn=lambda samples: default_collate(samples)[:2]
+    )
+    assert_close(product(chosen), product(DataLoader(TensorDataset(X, y), batch_size=4)))
 
 
 @pytest.mark.parametrize("kind", [GGN, Hessian, DiagonalGGN, KroneckerGGN, EmpiricalFisher])

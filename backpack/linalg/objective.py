@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from itertools import chain
 from math import isclose
 from typing import Any
@@ -162,6 +163,7 @@ class Objective:
                     f"Each batch of the data must be a tuple (X, y), got {type(batch).__name__}. "
                     "A single batch is data=[(X, y)]."
                 )
+            check_loss_takes(self.loss_function, batch[1:])
             X, *targets = map_tensors(lambda x: moved(x, device), tuple(batch))
             yield X, targets
             is_empty = False
@@ -342,6 +344,29 @@ def check_has_batches(data: object) -> None:
             f"Data are batches (X, y), but {type(data).__name__} has a sample in each item. Use "
             "DataLoader(dataset, batch_size=...), or batch_size=None if its items are batches."
         )
+
+
+def check_loss_takes(loss_function: Module, targets: Sequence[Any]) -> None:
+    """Refuse batches with parts that the loss has no arguments for, such as numbers of samples.
+
+    Raises:
+        ValueError: If there are some.
+    """
+    try:
+        takes = signature(loss_function.forward)
+    except (TypeError, ValueError):  # a function of C has none
+        return
+    try:
+        takes.bind(None, *targets)
+    except TypeError as error:
+        count = len(targets) + 1
+        raise ValueError(
+            f"A batch has {count} parts, an input and what the loss is called with after the "
+            f"prediction, but {type(loss_function).__name__} cannot be called so: {error}. Choose "
+            "the parts, collate_fn=lambda samples: default_collate(samples)[:2] in the DataLoader "
+            "(from torch.utils.data) or data=[batch[:2] for batch in loader], or give a loss whose "
+            "forward takes all of them."
+        ) from error
 
 
 def check_read_again(what: str, data: Iterable[Any]) -> None:
