@@ -657,3 +657,20 @@ def test_layer_norm_of_many_rows() -> None:
             loss.backward()
         found.append([(p.variance, p.diag_ggn_exact) for p in norm.parameters()])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("samples", [1, 8])
+def test_variance_is_not_negative(dtype: torch.dtype, samples: int) -> None:
+    """Of equal samples, it is a difference of equal numbers, and users take its root."""
+    torch.manual_seed(0)
+    model = extend(mlp().to(dtype))
+    X = torch.randn(1, 3, dtype=dtype).expand(samples, 3)
+    loss = extend(nn.CrossEntropyLoss())(model(X), torch.zeros(samples, dtype=torch.long))
+    with backpack(extensions.Variance()):
+        loss.backward(create_graph=True)
+    variances = [p.variance for p in model.parameters()]
+    assert all((v >= 0).all() for v in variances)
+    # its gradient is that of its formula, which is zero here
+    for gradient in torch.autograd.grad(sum(v.sum() for v in variances), list(model.parameters())):
+        assert gradient.abs().max() < 10 * torch.finfo(dtype).eps

@@ -18,7 +18,7 @@ class Variance(ChoosesSamples, FirstOrderBackpropExtension):
         - \left(\frac1N \sum_{n=1}^N g_n\right) \odot \left(\frac1N \sum_{n=1}^N g_n\right)
 
     The biased estimate: ``sum_grad_squared / N - (grad / N)²``, with N the number of samples that
-    are looked at.
+    are looked at; where rounding would make it negative, zero.
 
     :Shape: ``[*p]``
     :Scale: With a mean it carries 1/N²: multiply it by N² for the variance of the gradients of the
@@ -34,4 +34,6 @@ class Variance(ChoosesSamples, FirstOrderBackpropExtension):
     def extract(self, products: Products) -> Tensor:
         """Return ``[*p]``."""
         n, gradient = products.num_samples, products["gradient"]
-        return torch.addcmul(products["square"], gradient, gradient, value=-1 / n).div_(n)
+        variance = torch.addcmul(products["square"], gradient, gradient, value=-1 / n).div_(n)
+        # a difference of what is almost equal may be rounded to less than zero: a root is nan
+        return variance if variance.is_complex() else variance.clamp_(min=0)
