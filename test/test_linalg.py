@@ -555,6 +555,46 @@ def test_eigsh(which: str) -> None:
     assert_close(vectors.T @ vectors, torch.eye(4))
 
 
+def of_spectrum(values: Tensor) -> Tensor:
+    """Return a symmetric matrix with these eigenvalues."""
+    basis, _ = torch.linalg.qr(torch.randn(len(values), len(values)))
+    matrix = basis * values @ basis.T
+    return (matrix + matrix.T) / 2
+
+
+@pytest.mark.parametrize("which", ["LA", "SA", "LM", "BE"])
+@pytest.mark.parametrize("rank", [0, 17, 25, 40])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_eigsh_of_singular_matrices(which: str, rank: int, sign: int) -> None:
+    """An eigenvalue is found as often as it has eigenvectors, and to the accuracy of the norm."""
+    size = 50
+    every = sign * torch.cat([torch.logspace(-4, 0, rank), torch.zeros(size - rank)])
+    every = every.sort().values
+    operator = Counting(of_spectrum(every))
+    for k in (1, 4, 15):
+        values, vectors = operator.eigsh(k, which)
+        high = {"LA": k, "SA": 0, "LM": k if sign > 0 else 0, "BE": (k + 1) // 2}[which]
+        chosen = torch.cat([every[: k - high], every[size - high :]])
+        assert_close(values, chosen, rtol=0, atol=1e-12)
+        assert_close(operator @ vectors, vectors * values, rtol=0, atol=1e-12)
+        assert_close(vectors.T @ vectors, torch.eye(k), rtol=0, atol=1e-12)
+
+
+def test_eigsh_of_other_ends() -> None:
+    operator = Counting(of_spectrum(torch.linspace(-1, 1, 30)))
+    with pytest.raises(ValueError, match=r"got 'SM'.*A @ A, which has the eigenvectors"):
+        operator.eigsh(1, "SM")
+    squares, _ = (operator @ operator).eigsh(2, "SA")
+    assert_close(squares, torch.full((2,), (1 / 29) ** 2))
+
+
+def test_eigsh_of_ggn_smallest() -> None:
+    """It has fewer columns than parameters: most eigenvalues are zero."""
+    model = nn.Sequential(nn.Linear(20, 10), nn.ReLU(), nn.Linear(10, 3))
+    G = GGN(model, nn.CrossEntropyLoss(), [(torch.randn(8, 20), torch.randint(3, (8,)))])
+    assert_close(G.eigsh(4, "SA")[0], torch.zeros(4), rtol=0, atol=1e-13)
+
+
 def test_solve() -> None:
     problem = PROBLEMS["mlp"]()
     truth = dense_ggn(problem)

@@ -261,38 +261,47 @@ class LinearOperator(ABC):
             )
 
     def eigsh(self, k: int = 6, which: str = "LA", tolerance: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Compute some eigenpairs by the Lanczos method (ARPACK), from a fixed starting vector.
+        """Compute some eigenpairs by the Lanczos method (ARPACK), from fixed starting vectors.
+
+        An eigenvalue with several eigenvectors, such as 0 of a singular matrix, is found as often.
 
         Args:
             k: Number of eigenpairs, less than P.
             which: ``"LA"`` for the largest, ``"SA"`` for the smallest (the most negative), ``"LM"``
                 for the largest in magnitude, ``"BE"`` for half from each end.
-            tolerance: Relative accuracy of the eigenvalues. Default: that of the precision.
+            tolerance: Accuracy of the eigenvalues, relative to each; of the smallest, relative to
+                the largest in magnitude. Default: that of the precision.
 
         Returns:
             Eigenvalues in ascending order ``[k]``, and eigenvectors in the columns of ``[P, k]``.
 
         Raises:
             ImportError: If scipy is not installed.
-            ValueError: If there are not more than k eigenpairs.
+            ValueError: If there are not more than k eigenpairs, or ``which`` is something else.
         """
         self._need_symmetric("eigenpairs")
+        if which not in ("LA", "SA", "LM", "BE"):
+            raise ValueError(
+                f"{self!r}: which is 'LA' (largest), 'SA' (smallest), 'LM' (largest in magnitude) "
+                f"or 'BE' (both ends), got {which!r}. Those next to 0 are the smallest of a "
+                "positive matrix, and of A @ A, which has the eigenvectors of A."
+            )
         if not 0 < k < self.shape[0]:
             raise ValueError(
                 f"{self!r}: k must be between 1 and {self.shape[0] - 1}, got {k}. For all "
                 "eigenpairs, use torch.linalg.eigh(operator.to_dense())."
             )
-        operator = self.to_scipy()
+        _scipy_linalg()
+        from backpack.linalg.lanczos import eigenpairs
+
         generator = torch.Generator().manual_seed(0)
         start = torch.randn(self.shape[0], generator=generator, device=generator.device)
-        values, vectors = _scipy_linalg().eigsh(
-            operator, k, which=which, tol=tolerance, v0=start.numpy().astype(operator.dtype)
+        operator = self.to_scipy()
+        pairs = eigenpairs(operator, k, which, tolerance, start.numpy().astype(operator.dtype))
+        values, vectors = (
+            torch.as_tensor(each, dtype=self.dtype, device=self.device) for each in pairs
         )
-        order = values.argsort()
-        return tuple(  # type: ignore[return-value]
-            torch.as_tensor(array, dtype=self.dtype, device=self.device)
-            for array in (values[order], vectors[:, order])
-        )
+        return values, vectors
 
 
 class DampedOperator(LinearOperator):
