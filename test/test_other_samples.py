@@ -211,6 +211,16 @@ def test_functions_in_a_model(name: str, of_data: bool) -> None:
         step(model, lambda: loss(model(X), LABELS))
 
 
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_buffers_of_the_same_name(chosen: int) -> None:
+    """Those of another model that lives hide no change, whichever was made first."""
+    change, _ = CHANGES["buffer"]
+    models = [extend(Net(change, False)) for _ in range(2)]
+    X, loss = torch.randn(N, 5), extend(nn.CrossEntropyLoss())
+    with pytest.raises(ValueError, match="mean of Net that the batch has changed"):
+        step(models[chosen], lambda: loss(models[chosen](X), LABELS))
+
+
 @pytest.mark.filterwarnings("ignore:The network mixes:UserWarning")
 @pytest.mark.parametrize("mixes", [False, True])
 def test_hooks(mixes: bool) -> None:

@@ -145,7 +145,7 @@ class _Batch:
         self.seen, self.roots, self.params = seen, roots, params
         self.samples, self.choice, self.is_ambiguous = samples, choice, False
         self.why: str | None = None
-        self.before: tuple[list[Any], dict[str, Tensor]] | None = None
+        self.before: tuple[list[Any], dict[tuple[str, int], Tensor]] | None = None
         results = [x for one in seen for x in tree_leaves(one.result) if isinstance(x, Tensor)]
         self.made: dict[Any, Tensor] = {(x.grad_fn, x.output_nr): x for x in results}
 
@@ -170,7 +170,7 @@ class _Batch:
         self.values: dict[int, Tensor] = {}
         self.leaves: list[Tensor] = []
         self.shapes: list[list[int]] = []
-        self.state: dict[str, Tensor] = {}
+        self.state: dict[tuple[str, int], Tensor] = {}  # what it is called, and which one it is
         self.depends: set[int] = set()
         numbers: list[Any] = []
         for module in CTX.extended():
@@ -188,14 +188,14 @@ class _Batch:
         for module in CTX.extended():
             for name, x in module._buffers.items():
                 if x is not None and id(x) in self.values:
-                    self.state[f"{name} of {describe(module)}"] = self.values[id(x)]
+                    self.state[f"{name} of {describe(module)}", id(x)] = self.values[id(x)]
         taken, state = self.before = self.before or (numbers, self.state)
         for (name, value, again), (_, _, new) in zip(taken, numbers, strict=True):
             if value == again != new:
                 self.why = f"numbers taken before the loss was computed ({name})"
-        for what, kept in state.items():
-            if not _are_same(kept, self.state.get(what, kept)):  # others may be gone by now
-                self.why = f"{what} that the batch has changed: a later one may read it"
+        for key, kept in state.items():
+            if not _are_same(kept, self.state.get(key, kept)):  # others may be gone by now
+                self.why = f"{key[0]} that the batch has changed: a later one may read it"
         return list(found)
 
     def _run(self, seen: Seen, numbers: list[Any]) -> None:
@@ -221,7 +221,7 @@ class _Batch:
             return  # data from which those of the samples may be taken
         for x in unknown:
             self.values[id(x)] = self._leaf(x)
-            self.state[f"a tensor of shape {[*x.shape]} ({len(self.state)})"] = self.values[id(x)]
+            self.state[f"a tensor of shape {[*x.shape]}", id(x)] = self.values[id(x)]
         given, options = tree_map(self._value, (args, kwargs))
         with torch.set_grad_enabled(has_gradients):
             again = function(*given, **options)
