@@ -362,10 +362,10 @@ def check_loss_takes(loss_function: Module, targets: Sequence[Any]) -> None:
         count = len(targets) + 1
         raise ValueError(
             f"A batch has {count} parts, an input and what the loss is called with after the "
-            f"prediction, but {type(loss_function).__name__} cannot be called so: {error}. Choose "
-            "the parts, collate_fn=lambda samples: default_collate(samples)[:2] in the DataLoader "
-            "(from torch.utils.data) or data=[batch[:2] for batch in loader], or give a loss whose "
-            "forward takes all of them."
+            f"prediction, but {type(loss_function).__name__} cannot be called so: {error}. Give "
+            "those that it takes, such as collate_fn=lambda samples: default_collate(samples)[:2] "
+            "in the DataLoader (from torch.utils.data) or data=[batch[:2] for batch in loader], or "
+            "a loss whose forward takes these."
         ) from error
 
 
