@@ -1253,6 +1253,13 @@ def test_batches_with_more_than_the_loss_takes(kind: Any) -> None:
     assert_close(product(chosen), product(DataLoader(TensorDataset(X, y), batch_size=4)))
 
 
+def test_batches_with_less_than_the_loss_takes() -> None:
+    """There is nothing to choose from: say that something is missing."""
+    data = [(torch.randn(4, 3), torch.randn(4, 2))]
+    with pytest.raises(ValueError, match=r"TripletMarginLoss.*'negative'\. Give what is missing"):
+        _ = GGN(nn.Linear(3, 2), nn.TripletMarginLoss(), data) @ torch.ones(8)
+
+
 @pytest.mark.parametrize("kind", [GGN, Hessian, DiagonalGGN, KroneckerGGN, EmpiricalFisher])
 def test_wrong_data(kind: Any) -> None:
     model, loss_function, (X, y), _ = PROBLEMS["mlp"]()

@@ -347,10 +347,10 @@ def check_has_batches(data: object) -> None:
 
 
 def check_loss_takes(loss_function: Module, targets: Sequence[Any]) -> None:
-    """Refuse batches with parts that the loss has no arguments for, such as numbers of samples.
+    """Refuse batches with more or fewer parts than the loss takes, such as numbers of samples.
 
     Raises:
-        ValueError: If there are some.
+        ValueError: If the loss cannot be called with them.
     """
     try:
         takes = signature(loss_function.forward)
@@ -360,12 +360,19 @@ def check_loss_takes(loss_function: Module, targets: Sequence[Any]) -> None:
         takes.bind(None, *targets)
     except TypeError as error:
         count = len(targets) + 1
+        try:
+            takes.bind_partial(None, *targets)
+        except TypeError:
+            advice = (
+                "Choose the parts, collate_fn=lambda samples: default_collate(samples)[:2] in the "
+                "DataLoader (from torch.utils.data) or data=[batch[:2] for batch in loader], or "
+                "give a loss whose forward takes all of them."
+            )
+        else:
+            advice = "Give what is missing in each batch, or a loss whose forward needs no more."
         raise ValueError(
             f"A batch has {count} parts, an input and what the loss is called with after the "
-            f"prediction, but {type(loss_function).__name__} cannot be called so: {error}. Give "
-            "those that it takes, such as collate_fn=lambda samples: default_collate(samples)[:2] "
-            "in the DataLoader (from torch.utils.data) or data=[batch[:2] for batch in loader], or "
-            "a loss whose forward takes these."
+            f"prediction, but {type(loss_function).__name__} cannot be called so: {error}. {advice}"
         ) from error
 
 
