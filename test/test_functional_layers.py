@@ -427,6 +427,35 @@ def test_hooks_on_a_view(is_first: bool, ext: Any) -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("is_hooked", [True, False])
+def test_hooks_on_a_view_under_autocast(is_hooked: bool) -> None:
+    """Rounding hides what they change: sums of individual gradients were a tenth of p.grad."""
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.weight = nn.Linear(3, 3), nn.Parameter(torch.randn(2, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            """[N, 3] -> [N, 2]."""
+            view = self.weight.T
+            if is_hooked:
+                view.register_hook(lambda g: 10 * g)
+            return self.first(x).tanh() @ view
+
+    model = extend(Product().float(), use_converter="record")
+    X, y = torch.randn(N, 3, dtype=torch.float32), torch.randint(2, (N,))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    with backpack(extensions.BatchGrad(), extensions.KFLR()):
+        if is_hooked:
+            with pytest.raises(ValueError, match="has no samples"):
+                loss.backward()
+            return
+        loss.backward()
+    assert [*map(len, model.weight.kflr)] == [2, 3]
+
+
 @pytest.mark.parametrize("route", ["trace", "record"])
 def test_terms_that_cancel(route: Any) -> None:
     """The sum of individual gradients is their rounding, as at the end of training."""
