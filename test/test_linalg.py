@@ -588,6 +588,14 @@ def test_eigsh_of_other_ends() -> None:
     assert_close(squares, torch.full((2,), (1 / 29) ** 2))
 
 
+@pytest.mark.parametrize("which", ["LA", "SA", "LM", "BE"])
+def test_eigsh_of_what_is_not_finite(which: str) -> None:
+    matrix = of_spectrum(torch.linspace(0, 1, 30))
+    matrix[3, 4] = matrix[4, 3] = torch.inf
+    with pytest.raises(ValueError, match="entries that are not finite"):
+        Counting(matrix).eigsh(2, which)
+
+
 def test_eigsh_of_ggn_smallest() -> None:
     """It has fewer columns than parameters: most eigenvalues are zero."""
     model = nn.Sequential(nn.Linear(20, 10), nn.ReLU(), nn.Linear(10, 3))

@@ -104,8 +104,14 @@ def _lanczos(
 ) -> Pairs:
     try:
         return _joined(eigsh(A, k, which=which, tol=tolerance, v0=start, maxiter=restarts))
-    except ArpackError:
-        if (A @ start).any():
+    except ArpackError as error:
+        image = A @ start
+        if not numpy.isfinite(image).all():
+            raise ValueError(
+                "The matrix has entries that are not finite, and no eigenvalues. Look for them in "
+                "parameters, data and loss."
+            ) from error
+        if image.any():
             raise
         vectors = numpy.eye(len(start), k, dtype=A.dtype)  # of a matrix of zeros
         return vectors[0] * 0, vectors
