@@ -456,6 +456,38 @@ def test_hooks_on_a_view_under_autocast(is_hooked: bool) -> None:
     assert [*map(len, model.weight.kflr)] == [2, 3]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", [1.0, 1.5, 2.0, 10.0])
+@pytest.mark.parametrize("of_view", [True, False])
+def test_hooks_on_what_functions_read(dtype: torch.dtype, factor: float, of_view: bool) -> None:
+    """In half precisions, sums of individual gradients were a half of p.grad, without a word."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(7, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            """[N, 4] -> [N, 7], or [N, 4]."""
+            read = self.weight.T if of_view else 2 * self.weight
+            read.register_hook(lambda g: factor * g)
+            h = self.first(x).tanh()
+            return h @ read if of_view else h + read[:5].sum(0)
+
+    model = extend(Shifted().to(dtype), use_converter="record")
+    loss = extend(nn.CrossEntropyLoss())(
+        model(torch.randn(64, 4, dtype=dtype)), torch.randint(4, (64,))
+    )
+    with backpack(extensions.BatchGrad()):
+        if factor != 1:
+            with pytest.raises(ValueError, match="has no samples"):
+                loss.backward()
+            return
+        loss.backward()
+    total = model.weight.grad_batch.double().sum(0)
+    torch.testing.assert_close(total, model.weight.grad.double(), rtol=0.05, atol=1e-3)
+
+
 @pytest.mark.parametrize("route", ["trace", "record"])
 def test_terms_that_cancel(route: Any) -> None:
     """The sum of individual gradients is their rounding, as at the end of training."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 
+import torch
 from torch import Tensor
 
 from backpack.core.derivatives.evaluation import close
@@ -21,6 +22,9 @@ NUMBERS = (
     "leave a penalty to the optimiser (weight_decay), or add it outside of the model; add losses "
     "by + rather than torch.stack."
 )
+
+# Precisions rougher than this have three digits or less.
+FINE = torch.finfo(torch.float32).eps
 
 
 def separate_samples(plan: Plan) -> None:
@@ -53,7 +57,7 @@ def separate_samples(plan: Plan) -> None:
                 if total is not None and (
                     each is None
                     or not (
-                        close(each.sum(0), total, call.rounding)
+                        _add_up(each, total, call.rounding)
                         or _cancels(plan, call, each.sum(0) - total)
                     )
                 ):
@@ -76,6 +80,22 @@ def separate_samples(plan: Plan) -> None:
         deliver(plan, call, factors, cotangents, None)
 
 
+def _add_up(each: Tensor, total: Tensor, rounding: float) -> bool:
+    """Whether the gradients of samples are those that autograd has summed.
+
+    In half precisions, half of the digits tell nothing: the norm does, of many entries.
+    """
+    difference = each.sum(0) - total
+    if rounding > FINE and _norm(difference) > 10 * rounding * (_norm(each) + _norm(total)):
+        return False
+    return close(each.sum(0), total, rounding)
+
+
+def _norm(x: Tensor, order: int = 2) -> float:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return float(torch.linalg.vector_norm(x, order, dtype=wide))
+
+
 def _cancels(plan: Plan, call: Visit, difference: Tensor) -> bool:
     """Whether a difference of gradients is the rounding of larger ones, which have cancelled."""
     size, seen, stack = 0.0, set(call.origins_out) - {None}, [call]
@@ -87,6 +107,6 @@ def _cancels(plan: Plan, call: Visit, difference: Tensor) -> bool:
             if reader.is_unbatched:
                 stack += [] if seen.issuperset(reader.origins_out) else [reader]
                 seen |= set(reader.origins_out)
-            of_reader = sum(float(g.abs().sum()) for g in reader.g_out if g is not None)
-            size += reader.rounding * of_reader
+            order = 1 if reader.rounding <= FINE else 2
+            size += reader.rounding * sum(_norm(g, order) for g in reader.g_out if g is not None)
     return float(difference.abs().max()) <= 10 * size
