@@ -292,7 +292,7 @@ class Collector:
 
     def undo(self) -> None:
         """Leave no results: those of the pass before would be taken for those of this one."""
-        for handle in (*self.second_order.looking, *self.sample_flow.hidden.handles):
+        for handle in (*self.second_order.looking, *self.sample_flow.uses.hidden.handles):
             handle.remove()
         self.results.undo()
         keeps = self.combining.accumulates or self.around  # those of the pass around this one
@@ -442,8 +442,8 @@ class Collector:
                 self.results.finish_extensions()
             if not self.combining.is_waiting:
                 self._mark_results()
-            if self.sample_flow.hidden.found:
-                self.sample_flow.tell_hidden_gradients(self.inside)
+            if self.sample_flow.uses.hidden.found:
+                self.sample_flow.uses.tell_hidden(self.inside)
             if self.second_order.exts:
                 roots = () if self.entry is None else self.entry.roots
                 flow = self.sample_flow if self.has_parameters else None  # else all are told
@@ -473,7 +473,7 @@ class Collector:
 
     def end(self, error: Exception | None = None) -> None:
         """Write what others have a part in, unless an error has stopped it; release the calls."""
-        for handle in (*self.second_order.looking, *self.sample_flow.hidden.handles):
+        for handle in (*self.second_order.looking, *self.sample_flow.uses.hidden.handles):
             handle.remove()
         if error is not None or self.combining.is_waiting:
             if torch.is_grad_enabled() and self.combining.groups:

@@ -7,8 +7,9 @@ from collections.abc import Collection, Sequence
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine import checks
 from backpack.core.engine.extracted import OF_COUNTS, OF_SAMPLES, names_of
+from backpack.core.engine.findings import OTHER_ROWS
 from backpack.core.engine.plan import Plan
-from backpack.core.engine.sample_flow import OTHER_ROWS, SampleFlow
+from backpack.core.engine.sample_flow import SampleFlow
 from backpack.core.types import Extension
 from backpack.utils.warning import warn
 
@@ -32,13 +33,14 @@ def tell_other_rows(flow: SampleFlow, plan: Plan, exts: Sequence[Extension]) -> 
             if mark is None:
                 flow.check_data(call, i)
     flow.compare_sizes()
-    if flow.sizes:
-        names = checks.listed([*reversed(flow.sizes)])
+    found = flow.found
+    if found.sizes:
+        names = checks.listed([*reversed(found.sizes)])
         warn(f"{names_of(of_counts)}: some samples are others. {OTHER_ROWS.format(names)}")
-    elif flow.functions:
+    elif found.functions:
         warn(
             f"{names_of(of_samples)}: some samples are others. A layer takes the rows of its input "
-            f"for the samples of the batch, which {checks.listed(flow.functions)} have moved. Use "
+            f"for the samples of the batch, which {checks.listed(found.functions)} have moved. Use "
             "extend(model, use_converter=True), which follows the samples.",
         )
 

@@ -1,47 +1,33 @@
-"""Whether the samples stay apart, and first, in functions between modules that are not recorded.
+"""Whether the samples stay apart, and first, in models that were not converted.
 
-In a model that was not converted, a first-order extension takes the rows of each layer for the
-samples. The autograd graph between a call that a backward pass has reached and those above it says
-whether that is so: a cotangent at the rows of some samples gives a gradient at those rows alone.
-The nodes are called for that one by one. The engine would run hooks, and reach recorded calls.
+There a first-order extension takes the rows of each layer for the samples. Whether that is so is
+said by the calls of a backward pass, and by the autograd graph between them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack.context import CTX
 from backpack.core.derivatives.elementwise_losses import ElementwiseLossDerivatives as Elementwise
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.engine import checks
-from backpack.core.engine.extracted import names_of
+from backpack.core.engine.findings import Findings
+from backpack.core.engine.foreign_uses import ForeignUses
+from backpack.core.engine.functions_apart import are_apart
 from backpack.core.engine.intercept import Entry
 from backpack.core.engine.loss_terms import LossReduction, averages_chosen
-from backpack.core.engine.paths import (
-    HiddenGradients,
-    Path,
-    describe_structure,
-    is_unpacked,
-    path_above,
-    samples_in,
-    stored_values,
-    touched,
-    vjp,
-)
+from backpack.core.engine.paths import HiddenGradients, Path, is_unpacked, path_above, samples_in
 from backpack.core.engine.results import Writer
-from backpack.core.engine.spread import shape_of, spread
+from backpack.core.engine.spread import shape_of
 from backpack.core.record import data_flow
-from backpack.core.record.alive import all_live_calls, is_used
 from backpack.core.record.given import Given
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import (
@@ -51,52 +37,13 @@ from backpack.core.record.origins import (
     origin,
     parameter_behind,
 )
-from backpack.core.record.registry import derivatives_of
 from backpack.core.record.visits import Visit
 from backpack.core.types import Extension
-from backpack.utils.warning import warn
 
 # What the option of a loss does with its terms
 REDUCTION_OF_OPTION = {"mean": "mean", "batchmean": "mean", "sum": "sum"}
 
 DIVIDES = "whose mean divides by the weights (or the number) of the targets of all samples"
-
-MODULES_THAT_MIX = "Use eval() or modules that treat samples alone, such as GroupNorm."
-
-LOSS_THAT_MIXES = "Let each term of the loss depend on one sample."
-
-FUNCTIONS_THAT_MIX = (
-    "If functions just move the samples from the first axis, use "
-    "extend(model, use_converter=True), which follows them."
-)
-
-HIDDEN = (
-    "parameters of shapes {} have no result, or that of a part of their uses: a backward pass "
-    "inside of a function has computed gradients of theirs, where no module that was called has "
-    "them. If that is torch.utils.checkpoint, use it with use_reentrant=False."
-)
-
-# How many rows of a loss are looked at.
-ROWS = 6
-
-
-class Verdict(NamedTuple):
-    """Whether functions keep samples apart, and for which stored values that was found out.
-
-    Attributes:
-        apart: Whether they leave the samples apart; None if that could not be found out.
-        values: Numbers that they have stored, for which that holds; None for any.
-    """
-
-    apart: bool | None
-    values: list[float | Tensor] | None = None
-
-
-OTHER_ROWS = (
-    "A layer takes the rows of its input for the samples of the batch, but their numbers differ: "
-    "{} (a table of positions has one, merged axes have more). Use extend(model, "
-    "use_converter=True), which follows the samples."
-)
 
 
 class SampleFlow:
@@ -105,45 +52,23 @@ class SampleFlow:
     Attributes:
         exts: The first-order extensions, whose results are those of samples.
         entry: The call of ``backward()``, if it was noticed.
-        modules: Modules that mix samples.
-        losses: Losses that do.
-        functions: Functions that mix samples, or move them from the first axis.
-        data: What mixes samples where no gradient passes.
-        single: Losses that read rows of one sample alone, and the number of all samples.
-        chosen: Numbers of samples that losses of chosen rows read.
-        unknown: Functions and modules that cannot be looked at.
-        sizes: Layers whose samples are not as many as those of the model, or of layers behind.
-        split: Layers that read several samples as one row.
-        hidden: Parameters whose gradients have changed while a function of Python computed its own.
+        found: What mixes samples, or is none.
+        uses: Parameters that functions read as well.
     """
-
-    # What was found out of the functions before a module, by their structure.
-    _known: ClassVar[WeakKeyDictionary[Module, dict[Hashable, Verdict]]] = WeakKeyDictionary()
 
     def __init__(self, exts: Sequence[Extension], entry: Entry | None) -> None:
         """Nothing was reached."""
         self.exts = exts
         self.entry = entry
-        terms = None if entry is None else entry.terms
-        self.hidden = HiddenGradients() if terms is None else terms.hidden
+        self.found = Findings()
         self.reduction: LossReduction | None = None  # of the extended loss that it was called on
         self.looks_at_loss = any(map(attrgetter("looks_at_loss"), exts))
-        self.modules: dict[str, None] = {}
-        self.losses: dict[str, None] = {}
-        self.functions: dict[str, None] = {}
-        self.data: dict[str, None] = {}
-        self.unknown: dict[str, None] = {}
-        self.sizes: dict[str, None] = {}
-        self.split: dict[str, None] = {}
-        self.single: dict[str, int] = {}
-        self.chosen: set[int] = set()
-        self.parameters: list[Mapping[str, Parameter]] = []  # that visited calls train
-        self.told: list[Parameter] = []  # those of containers, which tell of them
-        # those not told yet, and whether they are some in any case, not those of layers alone
-        self.foreign_uses: list[tuple[Visit, Tensor, bool]] = []
         # the call with parameters that comes next, and its number of samples
         self.next: dict[Origin | None, tuple[Visit, int]] = {}
         self.given: dict[Given, None] = {}
+        terms = None if entry is None else entry.terms
+        hidden = HiddenGradients() if terms is None else terms.hidden
+        self.uses = ForeignUses(exts, self.given, hidden)
         self.layers: dict[int, list[Module]] = {}  # by their number of samples
         self.axes = {0}  # along which they are
 
@@ -160,25 +85,25 @@ class SampleFlow:
         """
         rule = call.derivatives
         if call.is_container:
-            self.told += call.params.values()
+            self.uses.told += call.params.values()
         if call.trained and rule is not None:
-            self.parameters.append(call.trained)
+            self.uses.trained.append(call.trained)
             # those that functions have computed
             for p in filter(attrgetter("grad_fn"), call.trained.values()):
-                self._note_leaves(call, path_above(p.grad_fn, p.output_nr).leaves, is_told=False)
+                self.uses.note(call, path_above(p.grad_fn, p.output_nr).leaves, is_told=False)
         paths = self._paths(call) if call.reads_functions else {}
-        if self.foreign_uses and has_parameters:
-            self._tell_foreign_uses()
+        if self.uses.waiting and has_parameters:
+            self.uses.tell()
         self._follow(call, paths)
         if call.mixed_data is not None:
-            self.data[call.mixed_data] = None
+            self.found.data[call.mixed_data] = None
         is_loss = isinstance(rule, BaseLossDerivatives)
         if rule is not None:
             mixes = call.couples_samples or (not call.params and rule.couples_samples_unseen(call))
             if mixes is not False:
-                self._note(call, mixes, self.losses if is_loss else self.modules)
+                self._note(call, mixes, self.found.losses if is_loss else self.found.modules)
             if self.looks_at_loss:
-                self._note(call, rule.divides_by_targets(call), self.data, f", {DIVIDES}")
+                self._note(call, rule.divides_by_targets(call), self.found.data, f", {DIVIDES}")
         if self.looks_at_loss and call.layouts_in and not call.shape_out[0]:
             self._note_chosen(call, paths, is_loss)
         if self.looks_at_loss and is_loss:
@@ -190,7 +115,7 @@ class SampleFlow:
         if verdict:
             kind[describe(call.module) + what] = None
         elif verdict is None:
-            self.unknown[f"{describe(call.module)}, which cannot be evaluated again"] = None
+            self.found.unknown[f"{describe(call.module)}, which cannot be evaluated again"] = None
 
     def _paths(self, call: Visit) -> dict[int, Path]:
         """Return what is above those inputs that functions have computed; note foreign uses.
@@ -202,7 +127,7 @@ class SampleFlow:
         for i, (x, mark) in enumerate(zip(call.inputs, call.origins_in, strict=True)):
             if mark is None:  # perhaps a parameter itself, as an argument
                 p = parameter_behind(x)
-                self._note_leaves(call, [] if p is None else [p], is_told=False)
+                self.uses.note(call, [] if p is None else [p], is_told=False)
                 continue
             if mark.is_output and (call.is_transparent or not mark.by_container):
                 continue  # if it is that of a container, what reads the output follows it
@@ -214,39 +139,9 @@ class SampleFlow:
                 node, slot = x.grad_fn, x.output_nr
             path = path_above(node, slot)
             is_told = any(data_flow.MISSED in node.metadata for node in path.nodes)
-            self._note_leaves(call, path.leaves, is_told)
+            self.uses.note(call, path.leaves, is_told)
             paths[i] = path
         return paths
-
-    def _note_leaves(self, call: Visit, leaves: Sequence[Tensor], is_told: bool) -> None:
-        """Note parameters of extended modules that a function above a call uses as well.
-
-        Those of a call that is not recorded are told by themselves.
-        """
-        for leaf in leaves:
-            reached = any(leaf is p for params in self.parameters for p in params.values())
-            is_certain = reached or is_used(leaf)
-            if is_certain or not is_told:
-                self.foreign_uses.append((call, leaf, is_certain))
-
-    def is_of_layer(self, parameter: Tensor) -> bool:
-        """Whether a module of a model has a parameter, be it called or not.
-
-        A container that was called tells of its own parameters; one that was converted does not,
-        which have quantities all the same.
-        """
-        told = (
-            p
-            for call in all_live_calls()
-            if call.is_container and "_backpack_converted" not in vars(call.called)
-            for p in call.params.values()
-        )
-        models = (given.module.modules() for given in self.given)
-        return not any(parameter is p for p in chain(self.told, told)) and any(
-            parameter is p
-            for module in chain(CTX.extended(), *models)
-            for p in module._parameters.values()
-        )
 
     def _note_reduction(self, call: Visit) -> None:
         """Note the reduction of a loss, if ``backward()`` was called on it alone."""
@@ -268,19 +163,7 @@ class SampleFlow:
         if (owners is not None and not owners.is_even) or (
             path is not None and averages_chosen(path, counts, is_mean)
         ):
-            self.data[f"{describe(call.module)}, {DIVIDES}"] = None
-
-    def _tell_foreign_uses(self) -> None:
-        """Refuse parameters of extended models that functions use as well."""
-        for call, leaf, is_certain in self.foreign_uses:
-            for ext in self.exts if is_certain or self.is_of_layer(leaf) else ():
-                ext.fail(
-                    f"a parameter of shape {list(leaf.shape)} that belongs to an extended module "
-                    "is also used by a function (or a module that was not extended) whose result "
-                    f"{call!r} reads. That use is not counted. {checks.CONVERT} Extend layers that "
-                    "are new."
-                )
-        self.foreign_uses.clear()
+            self.found.data[f"{describe(call.module)}, {DIVIDES}"] = None
 
     def _follow(self, call: Visit, paths: Mapping[int, Path]) -> None:
         """Follow the samples from a call's outputs to its inputs, and to what is above these."""
@@ -340,7 +223,7 @@ class SampleFlow:
             return
         axis = _axis(call, i)
         if axis < x.dim() and any(given.is_moved(x, axis, i == 0) for given in self.given):
-            self.functions[f"functions of the data before {describe(call.module)}"] = None
+            self.found.functions[f"functions of the data before {describe(call.module)}"] = None
 
     def _check_loss(self, call: Visit, i: int, mark: Origin) -> None:
         """Notice samples that a reshape has brought together in one row of a loss."""
@@ -358,7 +241,7 @@ class SampleFlow:
             are_apart = (math.prod(shape[:axis]), shape[axis]) == (before, samples)
         if not are_apart:
             name = f"{describe(call.module)} (which reads {samples} rows as {list(shape)})"
-            self.functions[name] = None
+            self.found.functions[name] = None
 
     def _check_owners(self, call: Visit) -> None:
         """Notice a loss whose rows all belong to one sample of several."""
@@ -366,21 +249,22 @@ class SampleFlow:
         owners = None if layout is None else layout.owners
         if owners is None or owners.samples == 1:
             return
-        self.chosen.update(owners.numbers)
+        self.found.chosen.update(owners.numbers)
         if len(set(owners.numbers)) == 1:
             number, shape = owners.numbers[0], list(call.shape_in[0] or ())
             what = f"{shape}, all of it of sample number {number} of {owners.samples}"
-            self.single[f"{describe(call.module)} reads {what}"] = owners.samples
+            self.found.single[f"{describe(call.module)} reads {what}"] = owners.samples
 
     def _check_split(self, call: Visit) -> None:
         """Notice an axis of samples that a reshape has split: its parts are taken for samples."""
         layout, place = call.layouts_out[0], call.place_out(0)
         if layout is not None and place is not None and place.samples != layout.samples:
             name = f"{describe(call.module)} has {place.samples} rows of {layout.samples} samples"
-            self.split[name] = None
+            self.found.split[name] = None
 
     def _note_size(self, call: Visit, own: int, reader: Visit, rows: int) -> None:
-        self.sizes[f"{describe(call.module)} has {own}, {describe(reader.module)} {rows}"] = None
+        name = f"{describe(call.module)} has {own}, {describe(reader.module)} {rows}"
+        self.found.sizes[name] = None
 
     # ------------------------------------------------------------------ functions
 
@@ -390,8 +274,7 @@ class SampleFlow:
             return
         foreign = list(filter(is_foreign_function, path.nodes))
         if foreign:
-            models = (given.module.modules() for given in self.given)
-            self.hidden.watch(foreign, [*chain(CTX.extended(), *models)])
+            self.uses.watch(foreign)
         sources = {key: mark for key, mark in path.sources.items() if samples_in(mark)}
         if not is_loss:  # other numbers of rows are noted where there are parameters
             rows = shape[_axis(call, i)]
@@ -403,67 +286,19 @@ class SampleFlow:
         if not sources:
             return
         if foreign:
-            self.unknown[f"functions before {describe(call.module)}"] = None
+            self.found.unknown[f"functions before {describe(call.module)}"] = None
             return
-        known = self._known.setdefault(call.module, {})
-        key = (is_loss, describe_structure(path, sources))
-        verdict = known.get(key)
-        if verdict is None:
-            apart = self._are_apart(call, i, path, sources, is_loss, spread)
-            verdict = known[key] = Verdict(apart, None if apart else [math.nan])
-        if verdict.values is not None:  # it depends on what is stored, such as a permutation
-            values = stored_values(path.nodes)
-            if values is None or not _are_equal(values, verdict.values):
-                apart = self._are_apart(call, i, path, sources, is_loss)
-                verdict = Verdict(apart, values)
-                if values is not None:
-                    known[key] = verdict
-        if verdict.apart is None and not all(map(is_unpacked, path.nodes)):
-            self.unknown[f"functions before {describe(call.module)}"] = None
-        if verdict.apart is False:
+        apart = are_apart(call.module, path, sources, _axis(call, i), is_loss)
+        if apart is None and not all(map(is_unpacked, path.nodes)):
+            self.found.unknown[f"functions before {describe(call.module)}"] = None
+        if apart is False:
             self._note_functions(call, path)
-
-    def tell_hidden_gradients(self, inside: Collection[Parameter]) -> None:
-        """Tell of parameters that have gradients of a pass inside, but no module with a result.
-
-        Such passes have used the modules of those that are ``inside``.
-        """
-        shapes = [str(list(p.shape)) for p in self.hidden.found if p not in inside]
-        for ext in self.exts if shapes else ():
-            ext.fail(HIDDEN.format(checks.listed(shapes)))
 
     def _note_functions(self, call: Visit, path: Path) -> None:
         """Note that the functions between a call and those above it mix samples."""
         names = dict.fromkeys(n.name() for n in path.nodes if type(n).__name__ not in RESHAPES)
-        self.functions[f"functions before {describe(call.module)} ({', '.join(names)})"] = None
-
-    def _are_apart(
-        self,
-        call: Visit,
-        i: int,
-        path: Path,
-        sources: dict[tuple[Any, int], Origin],
-        is_loss: bool,
-        run: Callable[..., Any] | None = None,
-    ) -> bool | None:
-        """Whether rows depend on a sample each, and which: None if that cannot be found out."""
-        if not all(map(is_unpacked, path.nodes)):
-            return None
-        x, axis, found = shape_of(*path.start), _axis(call, i), None
-        selections = _single_rows if is_loss else _halves
-        for rows in selections(x.shape[axis], x.device):
-            try:
-                grads = vjp(path, {path.start: _cotangent(x, axis, rows)}, run)
-                reached = [touched(grads.get(key), mark) for key, mark in sources.items()]
-            except RuntimeError:  # an operation that needs the engine, or whose spread is unknown
-                return None
-            for samples in reached:
-                if samples is None:
-                    continue
-                found = True
-                if int(samples.sum()) > 1 if is_loss else bool((samples & ~rows).any()):
-                    return False
-        return found
+        name = f"functions before {describe(call.module)} ({', '.join(names)})"
+        self.found.functions[name] = None
 
     # ------------------------------------------------------------------ all calls
 
@@ -474,55 +309,17 @@ class SampleFlow:
         written, there is nothing to warn of.
         """
         self.compare_sizes()
-        marks: dict[str, Any] = {}
         terms = None if self.entry is None else self.entry.terms
-        sizes, hidden = self.sizes, self._mixing_without_gradient(start)
+        hidden = self._mixing_without_gradient(start)
         if terms is not None and self.looks_at_loss:
             hidden |= {f"{name}, {DIVIDES}": None for name in terms.divided}
-        in_loss = [*self.losses, *(() if terms is None else terms.mixing)]
-        # in the order of the calls
-        mixing = [*reversed(self.modules), *reversed(self.functions), *in_loss]
-        if results and len(self.chosen) < max(self.single.values(), default=0):
-            warn(
-                f"{checks.listed(self.single)}: other samples have no part in that. If these are "
-                "rows of different samples, the batch axis is not the first in a layer before: "
-                "recurrent layers and attention need batch_first=True for data that has it there, "
-                "and a token is chosen by h[:, 0], not h[0].",
-            )
-        if sizes and results:
-            names = checks.listed([*reversed(sizes)])
-            warn(
-                "The individual gradients of some layers are not those of samples. "
-                + OTHER_ROWS.format(names)
-            )
-            marks["_backpack_mixing"] = f"layers whose rows are no samples ({names})"
-        elif self.split and results:
-            names = checks.listed([*reversed(self.split)])
-            warn(
-                "The individual gradients of some layers are those of several samples each, "
-                f"because a reshape has split the batch axis: {names}. Let these layers read "
-                "[N·T, *], or call the model with data of shape [N, T, *], if samples are of "
-                "several rows.",
-            )
-            marks["_backpack_mixing"] = f"layers that read several samples as one ({names})"
-        if mixing and results:
-            names = checks.listed(mixing)
-            advice = [MODULES_THAT_MIX] if self.modules else []
-            advice += [FUNCTIONS_THAT_MIX] if self.functions else []
-            advice += [LOSS_THAT_MIXES] if in_loss else []
-            warn(
-                f"The network mixes the samples of a batch, in {names}: the individual gradients "
-                "are those of the loss as a whole with respect to one sample's row of a module's "
-                f"output. {' '.join(advice)}",
-            )
-            marks["_backpack_mixing"] = names
-        elif hidden and not sizes:  # the individual gradients themselves are right
-            marks["_backpack_mixing"] = checks.listed(hidden)
+        mixing = () if terms is None else [*terms.mixing]
+        marks: dict[str, Any] = {**self.found.tell(results, mixing, [*hidden])}
         if terms is not None and terms.leaves and results:
-            self._tell_terms_of_parameters(terms.leaves)
+            self.uses.tell_penalties(terms.leaves)
         if self.looks_at_loss and (reduction := self._known_reduction()) is not None:
             marks["_backpack_reduction"] = reduction
-        unknown = self.unknown | ({} if terms is None else terms.unknown)
+        unknown = self.found.unknown | ({} if terms is None else terms.unknown)
         if unknown:
             marks["_backpack_undecided"] = checks.listed(unknown)
         return marks
@@ -538,11 +335,11 @@ class SampleFlow:
                 if around and not any(own in sizes[given] for given in around):
                     model, counts = around[0].module, sorted(sizes[around[0]])
                     data = f"the data of {describe(model)} {' or '.join(map(str, counts))}"
-                    self.sizes[f"{describe(layer)} has {own}, {data}"] = None
+                    self.found.sizes[f"{describe(layer)} has {own}, {data}"] = None
 
     def _mixing_without_gradient(self, start: int) -> dict[str, None]:
         """Return what has mixed samples where no gradient passes, such as frozen layers."""
-        names = dict(self.data)
+        names = dict(self.found.data)
         for given in self.given:
             names.update(dict.fromkeys(given.mixing))
         return names | dict.fromkeys(data_flow.take_mixing(before=start))
@@ -555,22 +352,6 @@ class SampleFlow:
         if seed.numel() != 1 or seed.item() != 1:
             return None
         return self.reduction or (None if terms is None else terms.reduction)
-
-    def _tell_terms_of_parameters(self, leaves: Mapping[Tensor, str]) -> None:
-        """Warn of penalties: parameters of the models that functions beside the modules read."""
-        own = {p for params in self.parameters for p in params.values()}
-        if not own.issuperset(leaves):  # some may belong to containers, such as weights of tasks
-            containers = [m for m in CTX.extended() if derivatives_of(m) is None]
-            own.update(p for m in containers for p in m._parameters.values() if p is not None)
-        shapes = [f"{list(p.shape)} ({name})" for p, name in leaves.items() if p in own]
-        if shapes:
-            warn(
-                f"{names_of(self.exts)}: functions beside the extended modules read parameters of "
-                f"these, of shapes {checks.listed(shapes)}, as a penalty does. Their part of "
-                "p.grad is in no quantity. Leave a penalty to the optimiser (weight_decay), or add "
-                "its part by hand; a function of samples belongs into a module, or use "
-                "extend(model, use_converter=True).",
-            )
 
 
 def _are_tied(one: Visit, other: Visit) -> bool:
@@ -600,35 +381,3 @@ def _samples_of(call: Visit) -> int:
     if layout is not None and layout.is_batched:
         return layout.samples
     return shape[_axis(call, 0, out=True)] if shape else 1
-
-
-def _cotangent(x: Any, axis: int, rows: Tensor) -> Tensor:
-    """Return a tensor whose entries differ along each axis, zero in all but some rows of one."""
-    entries = rows.to(x.dtype).reshape(-1, *(1,) * (len(x.shape) - axis - 1))
-    for i, size in enumerate(x.shape):
-        wave = torch.arange(size, device=x.device).mul(0.7391 + i).sin().add(1.5).to(x.dtype)
-        entries = entries * wave.reshape(-1, *(1,) * (len(x.shape) - i - 1))
-    return entries
-
-
-def _halves(count: int, device: torch.device) -> list[Tensor]:
-    """Return selections of rows such that of each two one is in, the other not."""
-    numbers = torch.arange(count, device=device)
-    bits = [(numbers >> bit) & 1 == 1 for bit in range((count - 1).bit_length())]
-    return [*bits, *[~bit for bit in bits]]
-
-
-def _single_rows(count: int, device: torch.device) -> list[Tensor]:
-    """Return selections of one row each, of rows that are spread evenly."""
-    chosen = sorted({round(k * (count - 1) / (ROWS - 1)) for k in range(ROWS)})
-    numbers = torch.arange(count, device=device)
-    return [numbers == row for row in chosen]
-
-
-def _are_equal(one: Sequence[float | Tensor], other: Sequence[float | Tensor]) -> bool:
-    return len(one) == len(other) and all(
-        (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device) and torch.equal(x, y)
-        if isinstance(x, Tensor) and isinstance(y, Tensor)
-        else type(x) is type(y) and x == y
-        for x, y in zip(one, other, strict=True)
-    )

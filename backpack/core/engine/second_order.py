@@ -147,7 +147,7 @@ class SecondOrder:
     def _tell_uncalled_layers(self, plan: Plan, sample_flow: SampleFlow) -> None:
         """Warn of parameters that functions have read, and no call: nothing is computed."""
         for p, call in plan.read_by_functions.items():
-            if p.grad is not None and _is_accumulated(p) and sample_flow.is_of_layer(p):
+            if p.grad is not None and _is_accumulated(p) and sample_flow.uses.is_of_layer(p):
                 warn(
                     f"{names_of(self.exts)}: a parameter of shape {list(p.shape)} has no result. "
                     "No module that was called has it, and a function has read it whose result "

@@ -1,0 +1,122 @@
+"""Parameters of extended modules that functions read as well: their part is in no quantity."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from backpack.context import CTX
+from backpack.core.engine import checks
+from backpack.core.engine.extracted import names_of
+from backpack.core.engine.paths import HiddenGradients
+from backpack.core.record.alive import all_live_calls, is_used
+from backpack.core.record.given import Given
+from backpack.core.record.registry import derivatives_of
+from backpack.core.record.visits import Visit
+from backpack.core.types import Extension
+from backpack.utils.warning import warn
+
+HIDDEN = (
+    "parameters of shapes {} have no result, or that of a part of their uses: a backward pass "
+    "inside of a function has computed gradients of theirs, where no module that was called has "
+    "them. If that is torch.utils.checkpoint, use it with use_reentrant=False."
+)
+
+
+@dataclass
+class ForeignUses:
+    """What functions read of the parameters of one backward pass.
+
+    Attributes:
+        exts: The first-order extensions.
+        given: The models that were called.
+        hidden: Parameters whose gradients have changed while a function of Python computed its own.
+        trained: Parameters of the calls that were visited.
+        told: Parameters of containers, which tell of them.
+        waiting: Calls and what functions above them read that is not told yet, and whether it is
+            told in any case, not as a parameter of a layer alone.
+    """
+
+    exts: Sequence[Extension]
+    given: Collection[Given]
+    hidden: HiddenGradients
+    trained: list[Mapping[str, Parameter]] = field(default_factory=list)
+    told: list[Parameter] = field(default_factory=list)
+    waiting: list[tuple[Visit, Tensor, bool]] = field(default_factory=list)
+
+    def note(self, call: Visit, leaves: Sequence[Tensor], is_told: bool) -> None:
+        """Note what functions above a call read.
+
+        What a call that is not recorded reads is told by itself.
+        """
+        for leaf in leaves:
+            reached = any(leaf is p for params in self.trained for p in params.values())
+            is_certain = reached or is_used(leaf)
+            if is_certain or not is_told:
+                self.waiting.append((call, leaf, is_certain))
+
+    def watch(self, functions: Sequence[Any]) -> None:
+        """Find parameters whose gradients change while functions of Python compute their own."""
+        self.hidden.watch(functions, [*self._modules()])
+
+    def is_of_layer(self, parameter: Tensor) -> bool:
+        """Whether a module of a model has a parameter, be it called or not.
+
+        A container that was called tells of its own parameters; one that was converted does not,
+        which have quantities all the same.
+        """
+        told = (
+            p
+            for call in all_live_calls()
+            if call.is_container and "_backpack_converted" not in vars(call.called)
+            for p in call.params.values()
+        )
+        return not any(parameter is p for p in chain(self.told, told)) and any(
+            parameter is p for module in self._modules() for p in module._parameters.values()
+        )
+
+    def _modules(self) -> Iterator[Module]:
+        models = (given.module.modules() for given in self.given)
+        return chain(CTX.extended(), *models)
+
+    def tell(self) -> None:
+        """Refuse parameters of extended models that functions use as well."""
+        for call, leaf, is_certain in self.waiting:
+            for ext in self.exts if is_certain or self.is_of_layer(leaf) else ():
+                ext.fail(
+                    f"a parameter of shape {list(leaf.shape)} that belongs to an extended module "
+                    "is also used by a function (or a module that was not extended) whose result "
+                    f"{call!r} reads. That use is not counted. {checks.CONVERT} Extend layers that "
+                    "are new."
+                )
+        self.waiting.clear()
+
+    def tell_hidden(self, inside: Collection[Parameter]) -> None:
+        """Tell of parameters that have gradients of a pass inside, but no module with a result.
+
+        Such passes have used the modules of those that are ``inside``.
+        """
+        shapes = [str(list(p.shape)) for p in self.hidden.found if p not in inside]
+        for ext in self.exts if shapes else ():
+            ext.fail(HIDDEN.format(checks.listed(shapes)))
+
+    def tell_penalties(self, leaves: Mapping[Tensor, str]) -> None:
+        """Warn of penalties: parameters of the models that functions beside the modules read."""
+        own = {p for params in self.trained for p in params.values()}
+        if not own.issuperset(leaves):  # some may belong to containers, such as weights of tasks
+            containers = [m for m in CTX.extended() if derivatives_of(m) is None]
+            own.update(p for m in containers for p in m._parameters.values() if p is not None)
+        shapes = [f"{list(p.shape)} ({name})" for p, name in leaves.items() if p in own]
+        if shapes:
+            warn(
+                f"{names_of(self.exts)}: functions beside the extended modules read parameters of "
+                f"these, of shapes {checks.listed(shapes)}, as a penalty does. Their part of "
+                "p.grad is in no quantity. Leave a penalty to the optimiser (weight_decay), or add "
+                "its part by hand; a function of samples belongs into a module, or use "
+                "extend(model, use_converter=True).",
+            )
