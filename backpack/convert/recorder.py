@@ -61,7 +61,8 @@ from backpack.core.record.lookup import (
     COPY,
     DRAWS,
     FILLS,
-    INDEX,
+    FUNCTIONS,
+    METHODS,
     NOT_IN_PLACE,
     Function,
     application,
@@ -525,8 +526,8 @@ def resolve(func: Any) -> Function | None:
 
     None for what no gradient flows through; ``func`` is what ``__torch_function__`` is given.
     """
-    if func in INDEX.functions:
-        return INDEX.functions[func]
+    if func in FUNCTIONS:
+        return FUNCTIONS[func]
     name = getattr(func, "__name__", "")
     if name == "__get__":
         attribute = getattr(func.__self__, "__name__", "")  # a property may have none
@@ -537,14 +538,14 @@ def resolve(func: Any) -> Function | None:
     if name.startswith("__"):
         plain = name.strip("_")
         same: Any = torch.rsub if plain == "rsub" else getattr(operator, plain, None)
-        return INDEX.functions.get(same) or Function(func, INDEX.methods.get(plain))
+        return FUNCTIONS.get(same) or Function(func, METHODS.get(plain))
     plain = name.rstrip("_")
     if plain == name or name in NOT_IN_PLACE:
-        return Function(func, INDEX.methods.get(plain))
+        return Function(func, METHODS.get(plain))
     method = None if name in FILLS else getattr(Tensor, plain, None)
     if method is None:
         return Function(name, None, in_place=True, on_clone=True)
-    return Function(method, INDEX.methods.get(plain), in_place=True)
+    return Function(method, METHODS.get(plain), in_place=True)
 
 
 def _draws(function: Function, args: Any, kwargs: Any) -> bool:

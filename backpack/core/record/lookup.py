@@ -9,7 +9,7 @@ import builtins
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -71,46 +71,43 @@ class Function:
     on_clone: bool = False
 
 
-@dataclass
-class _Index:
-    """The table by function objects, by names of methods, and by names of other libraries."""
-
-    functions: dict[Any, Function] = field(default_factory=dict)
-    methods: dict[str, Row] = field(default_factory=dict)
-    elsewhere: dict[str, Row] = field(default_factory=dict)
-
-    def add(self, name: str, row: Row) -> None:
-        """Add one of the names of a row."""
-        if name.startswith("."):
-            self.methods[name[1:]] = row
-        elif name == "math.*":
-            for function in vars(math).values():
-                if callable(function):
-                    self.functions[function] = Function(function, row)
-        elif name.startswith("torchvision."):
-            self.elsewhere[name] = row
-        else:
-            self._add_function(name, row)
-
-    def _add_function(self, name: str, row: Row) -> None:
-        first, *path, last = name.split(".")
-        namespace: Any = NAMESPACES.get(first, torch)
-        for part in path:
-            namespace = getattr(namespace, part, None)
-        function = getattr(namespace, last, None)
-        if function is None:
-            return
-        self.functions[function] = Function(function, row)
-        in_place = f"i{last.rstrip('_')}" if namespace is operator else f"{last}_"
-        changing = getattr(namespace, in_place, None)
-        if changing is not None:
-            self.functions[changing] = Function(function, row, in_place=True)
+# The table by function objects, by names of methods, and by names of other libraries.
+FUNCTIONS: dict[Any, Function] = {}
+METHODS: dict[str, Row] = {}
+ELSEWHERE: dict[str, Row] = {}
 
 
-INDEX = _Index()
+def _add(name: str, row: Row) -> None:
+    """Add one of the names of a row."""
+    if name.startswith("."):
+        METHODS[name[1:]] = row
+    elif name == "math.*":
+        for function in filter(callable, vars(math).values()):
+            FUNCTIONS[function] = Function(function, row)
+    elif name.startswith("torchvision."):
+        ELSEWHERE[name] = row
+    else:
+        _add_function(name, row)
+
+
+def _add_function(name: str, row: Row) -> None:
+    first, *path, last = name.split(".")
+    namespace: Any = NAMESPACES.get(first, torch)
+    for part in path:
+        namespace = getattr(namespace, part, None)
+    function = getattr(namespace, last, None)
+    if function is None:
+        return
+    FUNCTIONS[function] = Function(function, row)
+    in_place = f"i{last.rstrip('_')}" if namespace is operator else f"{last}_"
+    changing = getattr(namespace, in_place, None)
+    if changing is not None:
+        FUNCTIONS[changing] = Function(function, row, in_place=True)
+
+
 for _row in TABLE:
     for _name in _row.functions.split():
-        INDEX.add(_name, _row)
+        _add(_name, _row)
 
 
 def set_item(input: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
@@ -199,11 +196,11 @@ def look_up(node: Node) -> Function:
         return _look_up_method(target)
     if target is operator.setitem:
         return Function(set_item, SET_ITEM, in_place=True)
-    if target in INDEX.functions:
-        found = INDEX.functions[target]
+    if target in FUNCTIONS:
+        found = FUNCTIONS[target]
     else:
         qualified = f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', '')}"
-        found = Function(target, INDEX.elsewhere.get(qualified))
+        found = Function(target, ELSEWHERE.get(qualified))
         if isinstance(target, type) and (hasattr(target, "_fields") or is_dataclass(target)):
             found = Function(target, Row("", result=UNKNOWN))
     if node.kwargs.get("inplace"):
@@ -216,13 +213,13 @@ def _look_up_method(name: str) -> Function:
         return Function(set_item, SET_ITEM, in_place=True)
     # such as __iadd__; the function takes no options, as add does
     same = getattr(operator, name, None) if name.startswith("__") else None
-    if same in INDEX.functions:
-        return INDEX.functions[same]
+    if same in FUNCTIONS:
+        return FUNCTIONS[same]
     plain = name.rstrip("_")
-    if name in INDEX.methods or plain == name or name.startswith("__") or name in NOT_IN_PLACE:
-        return Function(name, INDEX.methods.get(name))
+    if name in METHODS or plain == name or name.startswith("__") or name in NOT_IN_PLACE:
+        return Function(name, METHODS.get(name))
     if hasattr(torch.Tensor, plain) and name not in FILLS:
-        return Function(plain, INDEX.methods.get(plain), in_place=True)
+        return Function(plain, METHODS.get(plain), in_place=True)
     return Function(name, FILL.get(name), in_place=True, on_clone=True)
 
 
@@ -293,11 +290,11 @@ def application(
 def row_of(target: Callable[..., Any] | str) -> Row | None:
     """Return the row of a function, or of a method (of that name)."""
     if isinstance(target, str):
-        return INDEX.methods.get(target)
-    if target in INDEX.functions:
-        return INDEX.functions[target].row
+        return METHODS.get(target)
+    if target in FUNCTIONS:
+        return FUNCTIONS[target].row
     name = getattr(target, "__name__", "")
-    return INDEX.methods.get(name) if getattr(torch.Tensor, name, None) is target else None
+    return METHODS.get(name) if getattr(torch.Tensor, name, None) is target else None
 
 
 def layer_of(row: Row | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Module | None:
