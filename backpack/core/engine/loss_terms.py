@@ -25,28 +25,25 @@ from backpack.core.engine.paths import (
     touched,
     vjp,
 )
-from backpack.core.engine.spread import FUSED, kind, saved_tensors, shape_of, spread
+from backpack.core.engine.spread import FUSED, kind, saved_tensors, shape_of, spread, words
 from backpack.core.record.origins import RESHAPES, WRAPPERS, is_foreign_function, is_output
 
 # Functions that choose entries, whose choice they store: it depends on all of them.
-SELECTING = frozenset(
-    {
-        *("Amax", "Amin", "Aminmax", "Cummax", "Cummin", "Kthvalue", "Max", "Median", "Min"),
-        *("Mode", "NanMedian", "Sort", "Topk"),
-    }
+SELECTING = words(
+    "Amax Amin Aminmax Cummax Cummin Kthvalue Max Median Min Mode NanMedian Sort Topk"
 )
 # Functions that choose entries by masks or numbers.
-CHOOSING = frozenset({"Index", "IndexSelect", "MaskedSelect"})
+CHOOSING = words("Index IndexSelect MaskedSelect")
 # Linear in one input for fixed others.
-BILINEAR = frozenset({"Addmm", "Baddbmm", "Bmm", "Convolution", "Div", "Dot", "Mm", "Mul", "Mv"})
+BILINEAR = words("Addmm Baddbmm Bmm Convolution Div Dot Mm Mul Mv")
 # Linear, though they store their input.
-LINEAR = frozenset({"Nansum", "NllLoss", "NllLoss2D"})
+LINEAR = words("Nansum NllLoss NllLoss2D")
 # Sums of functions of rows.
-ROWWISE = frozenset({"MultiMarginLoss", "MultilabelMarginLoss"})
+ROWWISE = words("MultiMarginLoss MultilabelMarginLoss")
 # Linear on either side of a point, which a loss as a whole may never come to.
-KINKED = frozenset({"Abs", "Clamp", "ClampMax", "ClampMin", "Maximum", "Minimum", "Relu"})
+KINKED = words("Abs Clamp ClampMax ClampMin Maximum Minimum Relu")
 # Of each entry, but an argument may have fewer entries than the result.
-EXPANDING = frozenset({"Add", "Div", "Expand", "Mul", "Rsub", "Sub"})
+EXPANDING = words("Add Div Expand Mul Rsub Sub")
 # How many entries of a tensor are looked at.
 ENTRIES = 7
 # How many structures of losses are remembered.

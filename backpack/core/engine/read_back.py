@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from backpack.context import disable
 from backpack.core.derivatives.evaluation import agree_to
 from backpack.core.engine.paths import is_unpacked
-from backpack.core.engine.spread import kind, saved_names, shape_of
+from backpack.core.engine.spread import kind, saved_names, shape_of, signed
 from backpack.core.record import alive
 from backpack.core.record.calls import LIVE, Call
 from backpack.core.record.data_notes import note
@@ -95,13 +95,7 @@ def _function_of(name: str) -> tuple[Callable[..., Any], Sequence[Any]]:
 
 
 def _stored(node: Any, name: str) -> Any:
-    """Return what a node has stored; whole numbers below zero are stored without a sign."""
-
-    def signed(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(signed, value))
-        return value - 2**64 if isinstance(value, int) and value >= 2**63 else value
-
+    """Return what a node has stored; whole numbers with their sign."""
     return signed(getattr(node, f"_saved_{name}", None))
 
 

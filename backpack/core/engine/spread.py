@@ -37,9 +37,9 @@ FUSED = words(
     "BinaryCrossEntropy BinaryCrossEntropyWithLogits Dot HuberLoss KlDiv L1Loss MseLoss "
     "SmoothL1Loss SoftMarginLoss"
 )
-NORMS_OF_LAST_AXES = frozenset({"NativeLayerNorm", "FusedRmsNorm"})
-BATCH_NORMS = frozenset({"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"})
-CONVOLUTIONS = frozenset({"Convolution", "ConvolutionOverrideable", "NativeGroupNorm"})
+NORMS_OF_LAST_AXES = words("NativeLayerNorm FusedRmsNorm")
+BATCH_NORMS = words("NativeBatchNorm CudnnBatchNorm MiopenBatchNorm")
+CONVOLUTIONS = words("Convolution ConvolutionOverrideable NativeGroupNorm")
 
 
 class UnknownSpreadError(RuntimeError):
@@ -68,6 +68,13 @@ def saved_names(node: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names of what a node has stored: of options, and of tensors (before unpacking)."""
     cls: Any = type(node)
     return _saved_names(cls)
+
+
+def signed(value: Any) -> Any:
+    """Return whole numbers that a node has stored, which it shows without a sign."""
+    if isinstance(value, tuple):
+        return tuple(map(signed, value))
+    return value - 2**64 if isinstance(value, int) and value >= 2**63 else value
 
 
 def saved_floats(node: Any) -> list[float]:
@@ -151,8 +158,7 @@ def _axes(node: Any, shape: Sequence[int]) -> list[int]:
     axes = getattr(node, "_saved_dim", None)
     if axes is None or axes == ():
         return list(range(len(shape)))
-    each = [axes] if isinstance(axes, int) else axes
-    return [i - 2**64 if i >= 2**63 else i for i in each]  # negative ones are shown as unsigned
+    return [signed(axes)] if isinstance(axes, int) else list(signed(axes))
 
 
 def _expand(g: Tensor, shape: Sequence[int], axes: Sequence[int]) -> Tensor:
