@@ -224,8 +224,7 @@ class OfRule(Statistics):
     def __init__(self, parameter: Parameter, ext: Extension, value: Any):
         """Check what it is."""
         shape = ext.shape
-        known = len(ext.needs) == 1 and isinstance(value, Tensor) and shape is not None
-        if not known or shape is None:
+        if len(ext.needs) != 1 or not isinstance(value, Tensor) or shape is None:
             raise NotImplementedError(
                 f"{ext!r}: the result of your own rule for a module cannot be combined over "
                 "processes or backward passes, because it is not known how. Register derivatives "
@@ -324,24 +323,21 @@ class Loaded:
             NotImplementedError: If a weight has its Kronecker factors with two biases.
         """
         values, numbers = self.state["values"], self.state["numbers"]
-        is_alike = isinstance(part, OfProducts) and values.keys() == part.values.keys()
-        if not isinstance(part, OfProducts) or not is_alike:
+        if not isinstance(part, OfProducts) or values.keys() != part.values.keys():
             raise ValueError(f"{self.name} has other statistics than those that were loaded.")
         if not JOINED.isdisjoint(values):
             _check_same_partner(part.products.parameter, self.partner, part.products.partner)
         both = part.copy()
         for name, own in part.values.items():
-            axis, found = OVER_PARTS[name].sample_axis, _listed(values[name])
-            pairs = zip(found, _listed(own), strict=False)
-            if len(found) != len(_listed(own)) or any(
-                a.shape != b.shape and axis is None for a, b in pairs
-            ):
-                shapes = [[list(v.shape) for v in each] for each in (found, _listed(own))]
+            found, expected = _listed(values[name]), _listed(own)
+            shapes = [[list(v.shape) for v in each] for each in (found, expected)]
+            is_sum = OVER_PARTS[name].sample_axis is None
+            if len(found) != len(expected) or (is_sum and shapes[0] != shapes[1]):
                 raise ValueError(
                     f"{self.name}: {name} was loaded with shapes {shapes[0]}, but this backward "
                     f"pass has {shapes[1]}."
                 )
-            moved = [a.to(b.device, b.dtype) for a, b in zip(found, _listed(own), strict=True)]
+            moved = [a.to(b.device, b.dtype) for a, b in zip(found, expected, strict=True)]
             both.values[name] = moved if isinstance(own, list) else moved[0]
         both.numbers = {name: numbers[name or "samples"] for name in part.numbers}
         return both
