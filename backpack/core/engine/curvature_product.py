@@ -205,6 +205,7 @@ class CurvatureBlock:
         """Apply the curvature of the losses (and modules), and return to the parameter."""
         cotangents: dict[Origin, Tensor] = {}
         found: list[Tensor] = []  # at the parameter
+        count = len(row_numbers(self.plan.base, self.subsampling))
         while reached:
             at = reached.pop()  # what is done is free
             c, call = at.c, at.c.call
@@ -222,7 +223,9 @@ class CurvatureBlock:
                 seconds, of_names = self._second(c, at, mat, per_sample)
                 backs = list(map(_sum, backs, seconds))
                 products += of_names.values()
-            found += map(self._of_samples, products) if per_sample else products
+            if per_sample:  # sum over the rows of each
+                products = [p.unflatten(1, (count, -1)).sum(2) for p in products]
+            found += products
             for feed in at.fed:
                 back = backs[feed.slot]
                 if back is not None:
@@ -230,7 +233,6 @@ class CurvatureBlock:
                     before = cotangents.get(feed.origin)
                     cotangents[feed.origin] = back if before is None else before + back
         if not found:  # the loss does not depend on the parameter
-            count = len(row_numbers(self.plan.base, self.subsampling))
             return mat.new_zeros(len(mat), *([count] if per_sample else []), *mat.shape[1:])
         return reduce(operator.add, found)
 
@@ -303,11 +305,6 @@ class CurvatureBlock:
             counted[:, kept] = product[:, kept]
             product = counted
         return product * loss_scale(call)
-
-    def _of_samples(self, product: Tensor) -> Tensor:
-        """Sum ``[V, R, *p]`` over the rows of each sample."""
-        base = len(row_numbers(self.plan.base, self.subsampling))
-        return product.unflatten(1, (base, -1)).sum(2)
 
 
 def _at_input(feed: Feed, tangent: Tensor) -> Tensor:

@@ -248,9 +248,7 @@ class FactoredGrad:
             if other.shape == self.shape[1:]:
                 return self.project(other.unsqueeze(0)).squeeze(1)
             other = FactoredGrad.of(other)
-        self._same(other, self.shape)
-        self._check()
-        other._check()
+        self._check_both(other, self.shape)
         pairs = self._as_pairs(other)
         if pairs is not None and pairs[0].matches(pairs[1], len(self)):
             return pairs[0].dot(pairs[1]).to(self.dtype)
@@ -269,9 +267,7 @@ class FactoredGrad:
             ValueError: If the shape is another.
         """
         other = self if other is None else other
-        self._same(other, [len(other), *self.shape[1:]])
-        self._check()
-        other._check()
+        self._check_both(other, [len(other), *self.shape[1:]])
         pairs = self._as_pairs(other)
         if pairs is not None and pairs[0].gram_is_cheaper(pairs[1], len(self), len(other)):
             return pairs[0].gram(pairs[1]).to(self.dtype)
@@ -339,13 +335,15 @@ class FactoredGrad:
             rows.append((by_row * a.T.to(block)).sum(1))
         return cat(rows).to(self.dtype)
 
-    def _same(self, other: FactoredGrad, shape: Sequence[int]) -> None:
+    def _check_both(self, other: FactoredGrad, shape: Sequence[int]) -> None:
         if other.shape != Size(shape):
             raise ValueError(
                 f"The individual gradients of {self.label} are {list(self.shape)}, those of "
                 f"{other.label} are {list(other.shape)}: they have no inner products. Compare the "
                 "same parameter, and for dot() as many samples."
             )
+        self._check()
+        other._check()
 
     def _as_pairs(self, other: FactoredGrad) -> tuple[Pairs, Pairs] | None:
         """Return the pairs of both, if they are of the same kind."""

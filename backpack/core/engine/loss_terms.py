@@ -110,7 +110,10 @@ class LossTerms:
                 self._look_at_targets(path)
             if usual:
                 continue
-            self.leaves |= _readers_of_leaves(path)
+            for node in path.nodes if path.leaves else ():
+                parents = [parent for parent, _ in node.next_functions]
+                read = [parent.variable for parent in parents if hasattr(parent, "variable")]
+                self.leaves |= dict.fromkeys(read, node.name())
             self.hidden.watch(filter(is_foreign_function, path.nodes), CTX.extended())
             # what parameters alone have been made of is a constant to the samples
             depends = {k: m for k, m in path.sources.items() if not m.layout or m.layout.is_batched}
@@ -227,16 +230,6 @@ def _chooses_rows(node: Any, counts: Set[int]) -> bool:
             return first is not None
     shape = shape_of(node, 0).shape
     return kind(node) == "MaskedSelect" or all(shape[0] % count for count in counts)
-
-
-def _readers_of_leaves(path: Path) -> dict[Tensor, str]:
-    """Return the parameters that functions read themselves, by the name of one that does."""
-    leaves = {}
-    for node in path.nodes if path.leaves else ():
-        for parent, _ in node.next_functions:
-            if hasattr(parent, "variable"):
-                leaves[parent.variable] = node.name()
-    return leaves
 
 
 def is_usual(node: Any) -> bool:

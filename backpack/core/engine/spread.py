@@ -140,17 +140,11 @@ def spread(node: Any, *grads: Tensor | None) -> Sequence[Tensor | None]:
         axes = list(range(rank - spatial[0], rank))
     else:
         raise UnknownSpreadError
-    is_attention = name.startswith("ScaledDotProduct")
+    data = 3 if name.startswith("ScaledDotProduct") else 1
     reach = g.sum(axes, keepdim=True) if axes else g
-    found: list[Tensor | None] = []
-    for i, shape in enumerate(shapes):
-        if shape is None:
-            found.append(None)
-        elif i == 0 or (is_attention and i < 3):
-            found.append(reach.expand(shape))
-        else:  # parameters matter for everything
-            found.append(g.sum().expand(shape))
-    return found
+    each = [reach] * data + [g.sum()] * len(shapes)  # parameters matter for everything
+    pairs = zip(each, shapes, strict=False)
+    return [None if shape is None else entries.expand(shape) for entries, shape in pairs]
 
 
 def _axes(node: Any, shape: Sequence[int]) -> list[int]:
