@@ -14,7 +14,7 @@ from torch.nn import GLU, LogSoftmax, Softmax, Softmax2d, Softmin
 
 from backpack.core import fast
 from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES
-from backpack.core.derivatives.facts import always
+from backpack.core.derivatives.facts import always, constant
 from backpack.core.derivatives.function_derivatives import FunctionDerivatives
 from backpack.core.derivatives.vectors import map_vectors
 from backpack.core.record.context import Context
@@ -83,9 +83,7 @@ class SoftmaxDerivatives(AlongAxisDerivatives):
 class Softmax2dDerivatives(SoftmaxDerivatives):
     """Softmax over the channels, ``[N, C, H, W]``."""
 
-    def axis(self, c: Context) -> int:
-        """Return the axis of the channels."""
-        return -3
+    axis = constant(-3)  # that of the channels
 
 
 @register(Softmin)

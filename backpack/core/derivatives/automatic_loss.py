@@ -58,10 +58,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
     trailing_axes = constant(0)
     _mixing: ClassVar[Known] = WeakKeyDictionary()
 
-    def hessian_is_psd(self) -> bool:
-        """Return False: nothing is known."""
-        return False
-
+    hessian_is_psd = never  # nothing is known
     sees_chosen_rows = never  # the loss is evaluated as it was called, columns are moved there
     has_likelihood = never  # no distribution is known that targets could be drawn from
 

@@ -26,7 +26,7 @@ from torch.nn.modules.loss import _Loss
 
 from backpack.context import disable
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.derivatives.facts import never
+from backpack.core.derivatives.facts import always, never
 from backpack.core.derivatives.interface import LossInterface
 from backpack.core.derivatives.loss_hessian import place_of_chosen
 from backpack.core.derivatives.terms import num_terms
@@ -51,10 +51,7 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
     includes_children = True  # no rule knows parameters of a loss: trained ones are an error
 
     hessian_is_zero = never  # a loss is no affine function of its prediction, as a rule
-
-    def hessian_is_psd(self) -> bool:
-        """Return True: convex in the prediction."""
-        return True
+    hessian_is_psd = always  # convex in the prediction
 
     def has_likelihood(self, module: Module) -> bool:
         """Return whether the loss is the negative log likelihood of a known distribution."""

@@ -33,11 +33,8 @@ class ScaleAndShiftDerivatives(BaseDerivatives):
 
     params: ClassVar[tuple[str, ...]] = ("weight", "bias")
     is_linear_in_params = always
+    inner_axes = constant(0)  # the number of axes behind those of γ
     _normalized: Callable[[Context], tuple[Tensor, Tensor]]  # x̂, of any shape, and s
-
-    def inner_axes(self, c: Context) -> int:
-        """Return the number of axes behind those of γ."""
-        return 0
 
     def _x_hat(self, c: Context) -> Tensor:
         """Return x̂: ``[N, *in]``."""

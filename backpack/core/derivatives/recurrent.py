@@ -82,6 +82,7 @@ class RecurrentDerivatives(BaseDerivatives):
     cotangents: Callable[[Any, Mats], tuple[Tensor | None, list[Tensor | None]]]
     outputs: Callable[[Any, Sequence[Tensor], int], Any]
     hessian_is_zero = never  # the gates are nonlinear
+    directions = constant(1)  # their number D
     is_linear_in_params = never  # later steps depend on what the parameters did in earlier ones
 
     # ------------------------------------------------------------------ facts about the module
@@ -89,10 +90,6 @@ class RecurrentDerivatives(BaseDerivatives):
     def step(self, module: Any) -> Step:
         """Return the time step."""
         return self.own_step or ELMAN_STEPS[module.nonlinearity]
-
-    def directions(self, module: Any) -> int:
-        """Return the number of directions D."""
-        return 1
 
     def _place(self, module: Module, name: str) -> tuple[str, int]:
         """Return which of the ``Weights`` a parameter is, and its k."""

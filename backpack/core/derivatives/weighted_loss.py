@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from backpack.core.derivatives.automatic_loss import AutomaticLossDerivatives
+from backpack.core.derivatives.facts import never
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
 from backpack.core.record.context import Context
 from backpack.core.record.registry import derivatives_of, register
@@ -23,9 +24,7 @@ class WeightedLossDerivatives(BaseLossDerivatives):
     of the loss. If there is no rule, the Hessian of the weighted loss is found by autograd.
     """
 
-    def hessian_is_psd(self) -> bool:
-        """Return False: weights may be negative."""
-        return False
+    hessian_is_psd = never  # weights may be negative
 
     def has_likelihood(self, module: Any) -> bool:
         """Return whether the loss inside has one."""
