@@ -22,7 +22,14 @@ from backpack.custom_module.permute import Permute
 from backpack.custom_module.scale_module import ScaleModule
 from backpack.custom_module.slicing import Slicing
 
+# Those whose names are made of the module's: ``relu.ReLUDerivatives``.
+NAMED_ALIKE = (
+    *(nn.ELU, nn.LeakyReLU, nn.LogSigmoid, nn.ReLU, nn.SELU, nn.Sigmoid, nn.Tanh),
+    *(nn.Dropout, nn.Flatten, nn.ZeroPad2d, Pad, Permute, Slicing),
+    *(nn.LSTM, nn.RNN, nn.MSELoss),
+)
 SERVED: dict[str, dict[str, type[nn.Module]]] = {
+    **{each.__name__.lower(): {f"{each.__name__}Derivatives": each} for each in NAMED_ALIKE},
     "avgpool1d": {"AvgPool1DDerivatives": nn.AvgPool1d},
     "avgpool2d": {"AvgPool2DDerivatives": nn.AvgPool2d},
     "avgpool3d": {"AvgPool3DDerivatives": nn.AvgPool3d},
@@ -36,27 +43,11 @@ SERVED: dict[str, dict[str, type[nn.Module]]] = {
     "conv_transpose1d": {"ConvTranspose1DDerivatives": nn.ConvTranspose1d},
     "conv_transpose2d": {"ConvTranspose2DDerivatives": nn.ConvTranspose2d},
     "conv_transpose3d": {"ConvTranspose3DDerivatives": nn.ConvTranspose3d},
-    "dropout": {"DropoutDerivatives": nn.Dropout},
-    "elu": {"ELUDerivatives": nn.ELU},
-    "flatten": {"FlattenDerivatives": nn.Flatten},
-    "leakyrelu": {"LeakyReLUDerivatives": nn.LeakyReLU},
-    "logsigmoid": {"LogSigmoidDerivatives": nn.LogSigmoid},
-    "lstm": {"LSTMDerivatives": nn.LSTM},
     "maxpool1d": {"MaxPool1DDerivatives": nn.MaxPool1d},
     "maxpool2d": {"MaxPool2DDerivatives": nn.MaxPool2d},
     "maxpool3d": {"MaxPool3DDerivatives": nn.MaxPool3d},
-    "mseloss": {"MSELossDerivatives": nn.MSELoss},
-    "pad": {"PadDerivatives": Pad},
-    "permute": {"PermuteDerivatives": Permute},
-    "relu": {"ReLUDerivatives": nn.ReLU},
-    "rnn": {"RNNDerivatives": nn.RNN},
     "scale_module": {"ScaleModuleDerivatives": ScaleModule},
-    "selu": {"SELUDerivatives": nn.SELU},
-    "sigmoid": {"SigmoidDerivatives": nn.Sigmoid},
-    "slicing": {"SlicingDerivatives": Slicing},
     "sum_module": {"SumModuleDerivatives": SumModule},
-    "tanh": {"TanhDerivatives": nn.Tanh},
-    "zeropad2d": {"ZeroPad2dDerivatives": nn.ZeroPad2d},
 }
 
 
