@@ -117,8 +117,7 @@ class AutomaticDerivatives(BaseDerivatives):
         self, evaluation: Evaluation, vs: Sequence[Tensor | None], keys: Sequence[int]
     ) -> dict[Any, Tensor | None]:
         """Apply the transposed Jacobian of inputs without samples, for each sample: by number."""
-        rows, numbers = evaluation.c.rows, evaluation.c.numbers(evaluation.num_samples)
-        return by_autograd.per_sample_products(evaluation, vs, keys, rows, numbers)
+        return by_autograd.per_sample_products(evaluation, vs, keys)
 
     @staticmethod
     def _has_samples(evaluation: Evaluation) -> bool:
@@ -144,15 +143,14 @@ class AutomaticDerivatives(BaseDerivatives):
         if name in known:
             return known.pop(name)
         evaluation, vs = self.evaluation(c), listed(v)
-        numbers, names, like = c.numbers(evaluation.num_samples), [name], first_of(vs)
+        count, names, like = len(evaluation.numbers), [name], first_of(vs)
         if c.memo is not None and "products" not in c.memo:
             entries = len(like) * sum(p.numel() for p in c.call.trained.values())
-            if 1 < len(numbers) <= slice_size(entries, like.device):
+            if 1 < count <= slice_size(entries, like.device):
                 names, c.memo["products"] = [*c.call.trained], known
-        found = by_autograd.per_sample_products(evaluation, vs, names, c.rows, numbers)
+        found = by_autograd.per_sample_products(evaluation, vs, names)
         for each, product in found.items():
-            shape = len(numbers), *evaluation.value(each).shape
-            known[each] = _or_zeros(product, like, *shape)
+            known[each] = _or_zeros(product, like, count, *evaluation.value(each).shape)
         return known.pop(name)
 
     def param_vjp_sum(self, c: Context, name: str, v: Any) -> Tensor:

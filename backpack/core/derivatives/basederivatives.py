@@ -223,11 +223,10 @@ class BaseDerivatives(Interface):
             elif axis is None:  # the same for all samples
                 t = t[:, 0]
             tangents[i] = t
-        numbers = c.numbers(evaluation.num_samples)
         # what arrives at an input without samples is kept for each sample apart, too
         apart = [key for key in tangents if evaluation.axis(key) is None]
         at_once = not apart or (sum_batch and params.keys() >= set(apart))
-        found = second_products(evaluation, grads, tangents, numbers, at_once)
+        found = second_products(evaluation, grads, tangents, at_once)
         d_params = {name: found[name] for name in params}
         if sum_batch and not at_once:
             d_params = {name: product.sum(1) for name, product in d_params.items()}

@@ -121,13 +121,13 @@ def transposed_products(
 
 
 def per_sample_products(
-    evaluation: Evaluation, mats: Several, keys: Sequence[Any], rows: Rows, numbers: Sequence[int]
+    evaluation: Evaluation, mats: Several, keys: Sequence[Any]
 ) -> dict[Any, Tensor | None]:
-    """Apply the transposed Jacobian for each sample apart: ``[V, N, *p]`` for each key.
+    """Apply the transposed Jacobian for each sample at hand apart: ``[V, N, *p]`` for each key.
 
-    As :func:`transposed_products`, for inputs without samples, and parameters. The ``numbers`` are
-    those of the rows.
+    As :func:`transposed_products`, for inputs without samples, and parameters.
     """
+    rows, numbers = evaluation.c.rows, evaluation.numbers
     if evaluation.rows_differ(mats):
         total: dict[Any, Tensor | None] = dict.fromkeys(keys)
         for row, own in evaluation.each_sample(mats, 1):
@@ -165,19 +165,19 @@ def per_sample_products(
         results[key] = torch.stack(known, 1) if len(known) == len(parts) else None
     if separable and not vmapped.are_right(evaluation, shape, results, combined):
         evaluation.c.saved["separable"] = False  # some samples alone are what others are not
-        return per_sample_products(evaluation, mats, keys, rows, numbers)
+        return per_sample_products(evaluation, mats, keys)
     return results
 
 
 def moved_products(
-    evaluation: Evaluation, mats: Several, keys: Sequence[int], numbers: Sequence[int]
+    evaluation: Evaluation, mats: Several, keys: Sequence[int]
 ) -> dict[Any, Tensor | None] | None:
     """As :func:`per_sample_products`, for a function that moves entries.
 
     Numbers in the place of the entries tell where each one goes. None if they do not come through
     as they are.
     """
-    double = torch.float64
+    double, numbers = torch.float64, evaluation.numbers
     zeros = [torch.zeros_like(x, dtype=double) if is_real(x) else x for x in evaluation.inputs]
     values: Values = {}
     start = 1
@@ -268,7 +268,6 @@ def second_products(
     evaluation: Evaluation,
     g_out: Several,
     tangents: Mapping[Any, Tensor],
-    numbers: Sequence[int],
     sum_batch: bool = False,
 ) -> dict[Any, Tensor]:
     """Apply the second derivative of ``⟨g_out, y⟩``, for each sample apart or for their sum.
@@ -277,13 +276,13 @@ def second_products(
         evaluation: The call.
         g_out: ``[*out]`` of the selected samples for each output, or None.
         tangents: ``[V, *in]`` or ``[V, *p]`` for each input and parameter that varies.
-        numbers: Those of the selected samples.
         sum_batch: Whether to sum over the samples: in as few parts as memory allows.
 
     Returns:
         ``[V, *in]`` for inputs with samples, ``[V, N, *]`` (summed: ``[V, *]``) for everything
         else.
     """
+    numbers = evaluation.numbers
     count, num_v = len(numbers), len(next(iter(tangents.values())))
     axes = {key: evaluation.axis(key) for key in tangents}
 

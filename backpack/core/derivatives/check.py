@@ -314,7 +314,7 @@ def _of_module(rule: Any, c: Context, keys: Sequence[int], given: Given) -> Iter
     if not _announces_output(rule):
         c = copy(c)
         c.outputs = list(map(placeholder, c.outputs))  # whoever reads them will notice
-    numbers, mixes = c.numbers(truth.num_samples), rule.couples_samples(c.module)
+    count, mixes = len(truth.numbers), rule.couples_samples(c.module)
     along = {i: _random(given, c.select(c.inputs[i], rule.axis_in(c, i)), c.rows) for i in keys}
     ys = [c.select(y, rule.axis_out(c, i)) for i, y in enumerate(c.outputs)]
     gs = [g if g is None else c.select(g, rule.axis_out(c, i)) for i, g in enumerate(c.grad_out)]
@@ -322,7 +322,7 @@ def _of_module(rule: Any, c: Context, keys: Sequence[int], given: Given) -> Iter
     t, v = ts[0] if c.takes_one else ts, vs[0] if len(vs) == 1 else vs
 
     def second(tangents: dict[Any, Tensor]) -> list[Tensor]:
-        found = by_autograd.second_products(truth, gs, tangents, numbers, sum_batch=mixes)
+        found = by_autograd.second_products(truth, gs, tangents, sum_batch=mixes)
         return [*found.values()]
 
     if not mixes and not truth.is_independent():
@@ -358,8 +358,8 @@ def _of_module(rule: Any, c: Context, keys: Sequence[int], given: Given) -> Iter
         raise AssertionError(f"{type(rule).__name__}.params lacks {unknown}")
     for name, p in c.call.params.items():
         t_p = {name: _random(given, p)}
-        each = by_autograd.per_sample_products(truth, vs, [name], c.rows, numbers)[name]
-        each = _or_zeros(each, t_p[name].unsqueeze(1).expand(2, len(numbers), *p.shape))
+        each = by_autograd.per_sample_products(truth, vs, [name])[name]
+        each = _or_zeros(each, t_p[name].unsqueeze(1).expand(2, count, *p.shape))
         along_p = by_autograd.products(truth, t_p, c.rows)
         yield from _of_parameter(rule, c, name, v, each, t_p[name], along_p, of, folded)
         (bent,) = second({**t_p})

@@ -233,6 +233,11 @@ class Evaluation:
         return numbers.expand(shape).movedim(axis, 0).reshape(shape[axis], -1).amax(1).tolist()
 
     @property
+    def numbers(self) -> Sequence[int]:
+        """Numbers of the samples that cotangents and tangents hold."""
+        return self.c.numbers(self.num_samples)
+
+    @property
     def num_samples(self) -> int:
         """Number of samples in the call."""
         pairs = zip(self.c.outputs, self.axes_out, strict=True)

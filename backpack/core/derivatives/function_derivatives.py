@@ -76,10 +76,9 @@ class FunctionDerivatives(AutomaticDerivatives):
         self, evaluation: Evaluation, vs: Sequence[Tensor | None], keys: Sequence[int]
     ) -> dict[Any, Tensor | None]:
         """Apply the transposed Jacobian of inputs without samples: entries move back."""
-        c, found = evaluation.c, None
-        if moves_entries(c.module) and not torch.is_grad_enabled():
-            numbers = c.numbers(evaluation.num_samples)
-            found = by_autograd.moved_products(evaluation, vs, keys, numbers)
+        found = None
+        if moves_entries(evaluation.c.module) and not torch.is_grad_enabled():
+            found = by_autograd.moved_products(evaluation, vs, keys)
         return super()._cotangents_of_samples(evaluation, vs, keys) if found is None else found
 
     def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
