@@ -76,9 +76,7 @@ class Following:
     @property
     def depends_on_values(self) -> bool:
         """Whether other values of the inputs, at the same places, may give another answer."""
-        layouts, inputs = self.call.layouts_in, self.call.inputs
-        if any(layout is not None and layout.owners is not None for layout in layouts):
-            return True
+        inputs = self.call.inputs
         if self.treatment in (MOVES, RESHAPES):
             values = self._value_inputs()
             return any(isinstance(x, Tensor) and i not in values for i, x in enumerate(inputs))
@@ -95,13 +93,12 @@ class Following:
         A function, or a module whose treatment of entries is known, has no state of its own.
         """
         call = self.call
-        if self.treatment == MEMORY:  # it depends on strides
+        owners = [layout.owners for layout in call.layouts_in if layout is not None]
+        if self.treatment == MEMORY or any(owners):  # it depends on strides, or on the order
             return None
         if not (self.depends_on_values or self.relies_on_values):
             state = [] if self.treatment is not None else state_of(call.module)
             return None if state is None else Conditions({}, state)
-        if any(layout is not None and layout.owners is not None for layout in call.layouts_in):
-            return None
         moved = self._value_inputs() if self.treatment in (MOVES, RESHAPES) else None
         varied = self._varied
         values: dict[int, Tensor] = {}
