@@ -19,7 +19,6 @@ from backpack.core.derivatives.lossbase import (
     BaseLossDerivatives,
     is_negative,
     not_convex,
-    same_shape,
     scaled_identity,
 )
 from backpack.core.derivatives.sample_axes import BatchAxis
@@ -76,7 +75,11 @@ class ElementwiseLossDerivatives(BaseLossDerivatives):
     def _scale(self, c: Context) -> Tensor:
         """Return ``c w``: ``[N, *d]``."""
         x, y = c.input, c.inputs[1]
-        same_shape(c.module, [x.shape, y.shape])
+        if x.shape != y.shape:  # a sample's Hessian would not be its own
+            raise ValueError(
+                f"{describe(c.module)}: prediction and target need one shape, got "
+                f"{[list(x.shape), list(y.shape)]}."
+            )
         terms = x.numel() if c.module.reduction == "mean" else 1
         scale = torch.full_like(x, 1 / terms) * self.weight(c)
         return c.select(scale.to(x.dtype))

@@ -250,12 +250,3 @@ def scaled_identity(diagonal: Tensor) -> Tensor:
         .movedim(-1, 0)
         .reshape(-1, *diagonal.shape)
     )
-
-
-def same_shape(module: Module, shapes: Sequence[torch.Size]) -> None:
-    """Refuse targets that broadcast: a sample's Hessian would not be its own."""
-    if any(shape != shapes[0] for shape in shapes):
-        raise ValueError(
-            f"{describe(module)}: prediction and target need one shape, got "
-            f"{[list(shape) for shape in shapes]}."
-        )
