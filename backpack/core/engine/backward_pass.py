@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import filterfalse
 from operator import attrgetter
 from threading import get_ident
 from types import FrameType
@@ -122,10 +121,9 @@ class BackwardPass:
         if current is not None:
             return current
         state = state_of_caller()
-        inactive = not cls._running and state.configuration is DEFAULT.configuration
         if state.disabled:
             return None
-        if inactive:
+        if not cls._running and state.configuration is DEFAULT.configuration:
             OUTSIDE.task = task
             return None
         return cls._start(task, state)
@@ -433,8 +431,7 @@ class Collector:
                 with self.copied or nullcontext():
                     reached = self.reached_calls.values()
                     # losses of what functions have computed may read some of the samples
-                    left_out = filter(_is_loss, filter(attrgetter("reads_functions"), reached))
-                    seen = filterfalse({*left_out}.__contains__, reached)
+                    seen = [c for c in reached if not (c.reads_functions and _is_loss(c))]
                     self.first_order.run(Plan(seen, dict.fromkeys(self.deferred)))
                     for call in self.deferred if self.trained.owed else ():
                         self.trained.accumulate(call)

@@ -286,7 +286,7 @@ def _is_hooked(node: Any) -> bool:
     hook's handle knows it.
     """
     for register in (node.register_prehook, node.register_hook):
-        handle: RemovableHandle = register(_nothing)
+        handle: RemovableHandle = register(lambda *_: None)
         hooks = handle.hooks_dict_ref()
         handle.remove()
         if hooks and not all(map(_is_of_library, hooks.values())):
@@ -296,10 +296,6 @@ def _is_hooked(node: Any) -> bool:
 
 def _is_of_library(hook: Any) -> bool:
     return (getattr(hook, "__module__", None) or "").startswith("backpack.")
-
-
-def _nothing(*_: Any) -> None:
-    """Leave a gradient alone: a hook whose handle leads to the others."""
 
 
 @contextmanager

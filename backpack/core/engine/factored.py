@@ -36,7 +36,7 @@ from backpack.core.engine.sources import (
     square_norms_of_sum,
 )
 from backpack.core.record.layout import CPU
-from backpack.core.record.weights import version_of
+from backpack.core.record.weights import storage_of, version_of
 from backpack.core.values import at_least_single
 
 # Entries of the block of gradients that pairwise products keep while they pass all others by.
@@ -211,7 +211,8 @@ class FactoredGrad:
         """Return the individual gradients, ``[N, *p]``, as a tensor of its own."""
         self._check()
         whole = reduce(torch.add, [part.dense() for part in self._sources]).to(self.dtype)
-        return whole.clone() if any(_shares(whole, t) for t, _ in self._read) else whole
+        shares = any(storage_of(whole) == storage_of(t) for t, _ in self._read)
+        return whole.clone() if shares else whole
 
     def square_norms(self) -> Tensor:
         """Return the squared L2 norms, ``[N]``, at least in single precision."""
@@ -353,7 +354,3 @@ class FactoredGrad:
         if isinstance(one, Pairs) and isinstance(two, Pairs) and one.kind == two.kind:
             return one, two
         return None
-
-
-def _shares(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -105,14 +105,15 @@ class InterceptBackward(overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``."""
         kwargs = kwargs or {}
+        note = None if self.program is None else self.program.note
         if func not in self._ENTRIES or self.was_left:
             result = func(*args, **kwargs)
-            note = None if self.program is None else self.program.note
             return result if note is None else note(func, args, kwargs, result)
         tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
         roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         outer = STATE.get().entry
-        if outer is not None and outer.task is None and _same(outer.roots, roots):
+        same = outer is not None and list(map(id, outer.roots)) == list(map(id, roots))
+        if outer is not None and outer.task is None and same:
             return func(*args, **kwargs)  # the mode of an inner context has seen the same call
         entry = Entry(roots)
         if self.program is not None and func is not torch.autograd.grad:
@@ -126,11 +127,7 @@ class InterceptBackward(overrides.TorchFunctionMode):
         try:
             if func is torch.autograd.grad:
                 result = func(*args, **kwargs)
-                return (
-                    result
-                    if self.program is None
-                    else self.program.note(func, args, kwargs, result)
-                )
+                return result if note is None else note(func, args, kwargs, result)
             passes = configuration.passes
             before = passes.own
             result = self._backward(func, entry, configuration, args, kwargs)
@@ -188,10 +185,6 @@ class InterceptBackward(overrides.TorchFunctionMode):
                 "this."
             )
         return result
-
-
-def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return list(map(id, one)) == list(map(id, other))
 
 
 class _Away:

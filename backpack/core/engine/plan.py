@@ -370,11 +370,12 @@ class Plan:
 
         Notes what functions read that no call has returned, and which call reads their results.
         """
+        is_reached = self.producers.__contains__
         for loss in self.losses:
             for i, (x, origin) in enumerate(zip(loss.inputs, loss.origins_in, strict=True)):
                 if i in self.predictions[loss]:
                     continue
-                if origin in self.producers or (origin and self._above(x)[0]):
+                if is_reached(origin) or (origin and upstream(x, is_reached)[0]):
                     return (
                         f"input {i} of {loss!r}, no prediction but a target (or a variance), "
                         "depends on the output of a module, but the curvature is that with "
@@ -387,7 +388,7 @@ class Plan:
         for consumer in reversed(consumers):
             read = []  # what functions have computed: inputs, and parameters for functional_call
             for x, origin in zip(consumer.inputs, consumer.origins_in, strict=True):
-                if not isinstance(x, Tensor) or origin in self.producers:
+                if not isinstance(x, Tensor) or is_reached(origin):
                     continue
                 if x.requires_grad and parameter_behind(x) is not None:
                     return (
@@ -400,7 +401,7 @@ class Plan:
                     read.append(x)  # else of a call that no gradient has reached
             read += filter(attrgetter("grad_fn"), consumer.trained.values())
             for x in read:
-                above, leaves = self._above(x)
+                above, leaves = upstream(x, is_reached)
                 for leaf in leaves:
                     if isinstance(leaf, Parameter) and leaf in self.uses:
                         call, name = self.uses[leaf][0]
@@ -456,10 +457,6 @@ class Plan:
             if is_later and any(call.called is part for part in outer.called.modules()):
                 return outer
         return None
-
-    def _above(self, x: Tensor) -> tuple[list[Origin], list[Tensor]]:
-        """Find the closest reached calls above a tensor, and the parameters on the way."""
-        return upstream(x, self.producers.__contains__)
 
     def find_unreached(self) -> Visit | None:
         """Find the last call whose output does not enter the prediction of a loss."""

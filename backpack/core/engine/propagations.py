@@ -256,16 +256,12 @@ class InputsAlone(Propagation):
         """Save what follows from the inputs."""
         for p in plan.uses:
             uses = uses_without_columns(plan, p, subsampling)
-            if plan.base:
-                samples = len(row_numbers(plan.base, subsampling))
-                uses = [replace(use, factor=_grouped(use.factor, samples)) for use in uses]
+            samples = len(row_numbers(plan.base, subsampling))
+            for use in uses if plan.base else ():
+                if use.factor.groups % samples == 0:  # the rows belong to so many
+                    use.factor = replace(use.factor, groups=samples)
             products = Products(p, uses, self.offers, max_factor_size=max_factor_size(exts))
             products.extract(exts, save)
-
-
-def _grouped(factor: Factor, samples: int) -> Factor:
-    """Say how many samples the rows belong to, if they do."""
-    return replace(factor, groups=factor.groups if factor.groups % samples else samples)
 
 
 def is_curved(call: Visit) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from backpack.core import memory
+from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine import checks
 from backpack.core.engine.changed_gradients import CHANGED, find_changed, look_around_hooks
 from backpack.core.engine.combining import Combining
@@ -87,7 +88,8 @@ class SecondOrder:
         has_results = has_rules or any(call.trained for call in calls)
         if not has_results and any(call.params for call in calls):
             # such as for the gradient of an output with respect to data; or functions read others
-            if sample_flow is not None and any(map(_is_loss, calls)):
+            has_loss = any(isinstance(call.derivatives, BaseLossDerivatives) for call in calls)
+            if sample_flow is not None and has_loss:
                 plan = Plan(calls)
                 plan.find_gap()
                 self._tell_uncalled_layers(plan, sample_flow)
@@ -154,10 +156,6 @@ class SecondOrder:
                     f"{call!r} reads. "
                     f"{plan.advice(call)}"
                 )
-
-
-def _is_loss(call: Visit) -> bool:
-    return call.derivatives is not None and call.derivatives.is_loss
 
 
 def _is_accumulated(p: Tensor) -> bool:

@@ -101,11 +101,8 @@ def _cached(module_class: type[Module]) -> tuple[Rule | None, Any]:
     try:
         return _CACHE[ref(module_class)]
     except KeyError:
-        return _CACHE.setdefault(ref(module_class, _discard), _look_up(module_class))
-
-
-def _discard(module_class: ref[type[Module]]) -> None:
-    _CACHE.pop(module_class, None)
+        key = ref(module_class, lambda key: _CACHE.pop(key, None))
+        return _CACHE.setdefault(key, _look_up(module_class))
 
 
 def _look_up(module_class: type[Module]) -> tuple[Rule | None, Any]:

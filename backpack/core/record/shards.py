@@ -199,7 +199,8 @@ def note(module: Module) -> bool:
     own = [p for p in owner._parameters.values() if p is not None]
     if all(hasattr(p, MARK) for p in own):
         return True
-    roots = _roots()
+    kind = getattr(sys.modules.get(FSDP), "FSDPModule", ())
+    roots = [root for root in CTX.extended() if isinstance(root, kind)]
     for root in roots:
         for group in _groups(root):
             for of in group.fsdp_params:
@@ -211,12 +212,6 @@ def note(module: Module) -> bool:
     if all(hasattr(p, MARK) for p in own):
         return True
     return any(owner is child for root in roots for child in root.modules())  # ignored_params
-
-
-def _roots() -> list[Any]:
-    fsdp: Any = sys.modules.get(FSDP)
-    kind = getattr(fsdp, "FSDPModule", ())
-    return [module for module in CTX.extended() if isinstance(module, kind)]
 
 
 def _groups(root: Any) -> list[Any]:

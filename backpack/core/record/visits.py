@@ -177,11 +177,6 @@ class Visit(Call):
         if self.call is not None:
             self.call.kept_values = self.kept_values
 
-    def compute_in(self, precision: torch.dtype) -> None:
-        """Let the derivatives see all tensors in this precision."""
-        self.precision = precision
-        self.g_out = [cast(g, precision) for g in self.g_out]
-
     def set_apart(self) -> Origin:
         """Give the output of a transparent call an identity of its own, for rules of users."""
         (behind,) = self.origins_out
@@ -316,8 +311,10 @@ def compute_in_one_precision(visits: Sequence[Visit]) -> None:
     """Compute in the highest precision of what calls have read and returned, as under autocast."""
     dtypes = dtypes_of(visits)
     if len(dtypes) > 1:
+        precision = reduce(torch.promote_types, dtypes)
         for visit in visits:
-            visit.compute_in(reduce(torch.promote_types, dtypes))
+            visit.precision = precision
+            visit.g_out = [cast(g, precision) for g in visit.g_out]
 
 
 def release(visits: Iterable[Visit], keeps_tensors: bool = False) -> None:
