@@ -1,0 +1,229 @@
+"""The normal distribution over the weights: curvature, prior and noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Generator, Tensor
+from torch.nn import Module, MSELoss, Parameter
+
+from backpack import disable
+from backpack.core.derivatives.terms import torch_loss
+from backpack.distributed.data_group import ProcessGroupChoice, check_same
+from backpack.linalg.approximations import KroneckerGGN
+from backpack.linalg.extended import UseConverter, built
+from backpack.linalg.objective import (
+    Objective,
+    check_is_function_of_samples,
+    check_read_again,
+    chosen_parameters,
+    is_same_state,
+    output_of,
+    state_of_weights,
+)
+from backpack.linalg.structured import SpectralOperator
+from backpack.utils.by_name import ByName, by_parameter, positive
+from backpack.utils.convert_parameters import parameter_list_to_vector
+
+
+class Posterior:
+    """A normal distribution over weights: the inverse of curvature and prior precision.
+
+    Attributes:
+        mean: The weights θ*, a vector. ``[P]``
+        curvature: H.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        loss_function: Module,
+        data: Iterable[Any],
+        curvature: Callable[..., SpectralOperator] | SpectralOperator = KroneckerGGN,
+        prior_precision: ByName = 1.0,
+        params: Iterable[Parameter] | Literal["all", "last"] = "all",
+        noise: float = 1.0,
+        use_converter: UseConverter = False,
+        progress: bool = True,
+        process_group: ProcessGroupChoice = "module",
+    ):
+        """Compute loss and curvature, in two passes over the data.
+
+        Args:
+            model: The trained model.
+            loss_function: The negative log likelihood: ``CrossEntropyLoss``, ``BCEWithLogitsLoss``,
+                or ``MSELoss``, which stands for normal noise.
+            data: Batches ``(X, y)``.
+            curvature: A class such as :class:`~backpack.linalg.KroneckerGGN` or
+                :class:`~backpack.linalg.DiagonalGGN`, called with model, loss, data, ``params``,
+                ``progress`` and, if it has that argument, ``use_converter``; or a structured
+                operator of the same loss (with its reduction, which is checked where the operator
+                knows it).
+            prior_precision: δ, positive: one number, one for each parameter, or a dictionary by the
+                names of parameters and modules (``""`` stands for all others).
+            params: Parameters that are uncertain: ``"all"`` that are trainable, those of the
+                ``"last"`` layer that is called, or some of the model's.
+            noise: Standard deviation of the targets of ``MSELoss``.
+            use_converter: As for :class:`~backpack.linalg.KroneckerGGN`.
+            progress: The same.
+            process_group: As for :class:`~backpack.linalg.GGN`: processes with a part of the data
+                each. The posterior is that of all data, the same on all processes; predictions need
+                no other process.
+
+        Raises:
+            ValueError: If a number is not positive, the curvature is not structured, does not fit
+                or is that of another loss or reduction, or as for
+                :class:`~backpack.linalg.MatrixFreeOperator`.
+        """
+        check_read_again("Laplace", data)
+        chosen = chosen_parameters(model, data, params)
+        objective = Objective(model, loss_function, data, chosen, progress, process_group)
+        self._objective = objective
+        self._use_converter, self._noise = use_converter, _as_noise(noise)
+        self._is_normal = isinstance(loss_function, MSELoss)
+        own = objective.params
+        self.mean = parameter_list_to_vector(own).detach()
+        self._others = state_of_weights(objective.model, own)
+        options = (own, use_converter, progress, objective.process_group)
+        given = built(curvature, objective.model, loss_function, data, *options)
+        if not isinstance(given, SpectralOperator) or given.shape[0] != len(self.mean):
+            raise ValueError(
+                f"Laplace needs the curvature of {len(self.mean)} weights as a structured operator "
+                f"of {len(self.mean)} rows, got {given!r}. Give KroneckerGGN, EKFAC or "
+                "DiagonalGGN; a dense matrix is KroneckerOperator([[matrix]])."
+            )
+        known = given.of_loss and torch_loss(given.of_loss[0])  # of your own ones, nothing is known
+        if known is not None and torch_loss(type(loss_function)) not in (None, known):
+            raise ValueError(
+                f"{given!r} is the curvature of {known.__name__}, but Laplace has "
+                f"{type(loss_function).__name__}. Build both with the same loss."
+            )
+        self._summed, factor = self._summed_loss()
+        self._given = SpectralOperator(factor * given.spectrum, given.bases, given.order)
+        self._scale_by_noise()
+        if objective.group is not None:
+            check_same(objective.group, "curvature of Laplace", self.curvature.trace())
+        self._names = objective.names
+        self.prior_precision = prior_precision
+
+    @property
+    def prior_precision(self) -> float | dict[str, float]:
+        """δ, the precision of the prior, or that of each parameter, by name.
+
+        It may be set, as a whole: nothing has to be computed anew.
+        """
+        known = self._prior_precision
+        return dict(known) if isinstance(known, dict) else known
+
+    @prior_precision.setter
+    def prior_precision(self, value: ByName) -> None:
+        each = by_parameter(value, self._names, "prior precision")
+        precision = self._damped(self._by_weight(self.mean.new_tensor(each)))
+        self._need_positive(precision.spectrum, value)
+        self.posterior = precision.inverse()
+        is_one = isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.dim())
+        self._prior_precision = each[0] if is_one else dict(zip(self._names, each, strict=True))
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the targets of ``MSELoss``.
+
+        It may be set: curvature, posterior and likelihood follow, and nothing is computed anew.
+        """
+        return self._noise
+
+    @noise.setter
+    def noise(self, value: float) -> None:
+        self._check_has_noise()
+        before, self._noise = self._noise, _as_noise(value)
+        self._scale_by_noise()
+        try:
+            self.prior_precision = self._prior_precision  # the posterior is that of both
+        except ValueError:
+            self._noise = before
+            self._scale_by_noise()
+            raise
+
+    def _check_has_noise(self) -> None:
+        if not self._is_normal:
+            raise ValueError(
+                f"{type(self._objective.loss_function).__name__} has no noise: it is the standard "
+                "deviation of the targets of MSELoss alone."
+            )
+
+    def _need_positive(self, spectrum: Tensor, delta: ByName) -> None:
+        """Refuse the eigenvalues of what is no precision of a normal distribution."""
+        if not spectrum.min() > 0:
+            raise ValueError(
+                f"With a prior precision of {delta}, the curvature {self.curvature!r} is not "
+                "positive definite: there is no normal distribution. Use more, or the GGN instead "
+                "of the Hessian."
+            )
+
+    def _by_weight(self, each: Tensor) -> Tensor:
+        """Repeat a number of each parameter for all of its weights, ``[P]``."""
+        sizes = torch.tensor([p.numel() for p in self._objective.params], device=self.mean.device)
+        return each.repeat_interleave(sizes)
+
+    def _damped(self, delta: Tensor) -> SpectralOperator:
+        return self.curvature.plus_diagonal(delta, "prior precision")
+
+    def _summed_loss(self) -> tuple[float, float]:
+        """Return the negative log likelihood, and its ratio to the loss as it is reduced."""
+        objective, total, weights, count = self._objective, 0.0, 0.0, 0
+        with torch.no_grad(), disable(), objective.telling():
+            for X, targets in objective:
+                output = output_of("Laplace", objective.model, X)
+                self._is_one = output.dim() == 2  # prediction for each sample
+                if weight := objective.weight(X, output, targets):
+                    loss = objective.loss_function(output, *targets)
+                    total, weights = total + weight * float(loss), weights + weight
+                    count += output.numel()
+        if objective.group is not None:
+            own = torch.tensor([total, count], dtype=torch.float64, device=self.mean.device)
+            sums, weights = objective.total("loss of Laplace", [own], weights)
+            total, count = float(sums[0]), int(sums[1])
+        self._num_targets = count
+        return total, objective.norm(weights)
+
+    def _scale_by_noise(self) -> None:
+        """Compute loss and curvature of the likelihood, which has the noise of the targets."""
+        scale = 1 / (2 * self._noise**2) if self._is_normal else 1.0
+        own = self._given
+        self.loss = scale * self._summed
+        self.curvature = SpectralOperator(scale * own.spectrum, own.bases, own.order)
+
+    def sample_weights(self, num_samples: int, generator: Generator | None = None) -> Tensor:
+        """Draw weights from the posterior, ``[S, P]``."""
+        return self.mean + self.posterior.sample(num_samples, generator).T
+
+    def _check_state(self, has_mean: bool = True) -> None:
+        """Refuse a model whose weights are others, or that is in training mode.
+
+        Raises:
+            RuntimeError: If they are.
+            ValueError: If it is, and random then, or no function of a sample.
+        """
+        model, own = self._objective.model, self._objective.params
+        check_is_function_of_samples(model)
+        if not has_mean or not is_same_state(self._others, state_of_weights(model, own)):
+            raise RuntimeError(
+                "The weights of the model, or its buffers, are others than when Laplace was built, "
+                "which has the curvature there. Load these again, or build a new one."
+            )
+
+
+def _as_noise(value: float) -> float:
+    """Return a noise as a number.
+
+    Raises:
+        ValueError: If it is not one positive number.
+    """
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(
+            f"The noise is one number for all targets, got a tensor of shape {list(value.shape)}. "
+            "For several, divide each output and its targets by its own noise, and use noise=1."
+        )
+    return positive(float(value), "noise")
