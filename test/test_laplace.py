@@ -175,6 +175,105 @@ def test_fit_prior_precision(kind: Any) -> None:
     assert laplace.fit_prior_precision(10 * delta, 20 * delta) == pytest.approx(10 * delta)
 
 
+def means_of(kind: str, model: nn.Module) -> tuple[Any, Tensor]:
+    """Give a prior mean in a form, and the vector that it stands for."""
+    params = dict(model.named_parameters())
+    others = {name: torch.randn_like(p) for name, p in params.items()}
+    if kind == "one":
+        return 0.3, torch.full_like(parameter_list_to_vector(params.values()), 0.3)
+    if kind == "names":
+        given, numbers = {"": -0.2, "2": 0.5, "0.bias": 1.5}, [-0.2, 1.5, 0.5, 0.5]
+    elif kind == "list":
+        given = numbers = [0.1, -0.2, 0.3, 0.4]
+    elif kind == "tensors":
+        return others, parameter_list_to_vector(others.values())
+    else:  # of both kinds
+        rest = [torch.full_like(p, 0.7) for p in params.values()][1:]
+        of_both = parameter_list_to_vector([others["0.weight"], *rest])
+        return {"": torch.tensor(0.7), "0.weight": others["0.weight"]}, of_both
+    pieces = [torch.full_like(p, v) for p, v in zip(params.values(), numbers, strict=True)]
+    return given, parameter_list_to_vector(pieces)
+
+
+@pytest.mark.parametrize("given", ["one", "names", "list", "tensors", "both"])
+@pytest.mark.parametrize("kind", [KroneckerGGN, DiagonalGGN])
+def test_prior_mean(kind: Any, given: str) -> None:
+    """It is in the marginal likelihood, and in the precision that fits; not in predictions."""
+    model, loss, X, y = problem("mlp")
+    value, mu = means_of(given, model)
+    laplace = Laplace(model, loss, batches(X, y), kind, 0.5, prior_mean=value)
+    theta = parameter_list_to_vector(model.parameters()).detach()
+    H = dense_curvature(kind, model, loss, X, y)
+
+    def evidence(delta: float) -> Tensor:
+        prior = torch.distributions.Normal(mu, delta**-0.5).log_prob(theta).sum()
+        logdet = torch.logdet(H + delta * torch.eye(31))
+        constant = 31 / 2 * torch.tensor(2 * pi).log()
+        return prior + constant - logdet / 2 - nn.CrossEntropyLoss(reduction="sum")(model(X), y)
+
+    for delta in (0.5, 3.0):
+        assert_close(laplace.log_marginal_likelihood(delta), evidence(delta).detach())
+    delta = laplace.fit_prior_precision()
+    assert isinstance(delta, float)
+    assert_close(laplace.log_marginal_likelihood(), evidence(delta).detach())
+    for other in (0.5 * delta, 0.98 * delta, 1.02 * delta, 2 * delta):
+        assert evidence(other) < evidence(delta)
+    plain = Laplace(model, loss, batches(X, y), kind, delta)
+    assert_close(laplace.outputs(X), plain.outputs(X))
+    assert laplace.log_marginal_likelihood() != plain.log_marginal_likelihood()
+    plain.prior_mean = value
+    assert_close(laplace.log_marginal_likelihood(), plain.log_marginal_likelihood())
+    plain.prior_mean = laplace.prior_mean  # as it is returned
+    assert_close(laplace.log_marginal_likelihood(), plain.log_marginal_likelihood())
+    of_layers = laplace.fit_prior_precision(per="layer")
+    assert isinstance(of_layers, dict)
+    size = 16  # weights of the first layer
+    spectrum = torch.linalg.eigvalsh(H[:size, :size])
+    first = of_layers["0.weight"]
+    effective = (spectrum / (spectrum + first)).sum()
+    assert_close(first * (theta - mu)[:size].square().sum(), effective, rtol=1e-4, atol=0.0)
+
+
+def test_prior_mean_that_is_returned() -> None:
+    """A number as a number, others by name; what the caller does with its tensor has no effect."""
+    model, loss, X, y = problem("mlp")
+    laplace = Laplace(model, loss, [(X, y)])
+    assert laplace.prior_mean == 0.0
+    laplace.prior_mean = torch.tensor(0.25)
+    assert laplace.prior_mean == 0.25
+    mine = torch.randn(4, 3)
+    laplace.prior_mean = {"": 0.5, "0.weight": mine}
+    found, before = laplace.prior_mean, laplace.log_marginal_likelihood()
+    assert isinstance(found, dict) and list(found) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert_close(found["0.weight"], mine)
+    assert found["2.bias"] == 0.5
+    expected = mine.clone()
+    mine.zero_()
+    assert_close(laplace.prior_mean["0.weight"], expected)  # type: ignore[index]
+    assert_close(laplace.log_marginal_likelihood(), before)
+
+
+def test_wrong_prior_means() -> None:
+    """All stays as it was."""
+    model, loss, X, y = problem("mlp")
+    laplace = Laplace(model, loss, [(X, y)], prior_mean=0.5)
+    before = laplace.log_marginal_likelihood()
+    mistakes: list[tuple[Any, str]] = [
+        ({"0": 1.0}, r"prior mean by name.*none for \['2.weight', '2.bias'\]"),
+        ({"": 1.0, "3": 2.0}, r"\['3'\] are no parameters or modules"),
+        ([1.0, 2.0], "prior mean is one number, or one for each of 4 parameters, got 2"),
+        ({"": torch.ones(3)}, r"prior mean of '0.weight' .*shape \[4, 3\], got .*shape \[3\]"),
+        (float("nan"), "prior mean of '0.weight' has entries that are not finite"),
+    ]
+    for value, message in mistakes:
+        with pytest.raises(ValueError, match=message):
+            laplace.prior_mean = value
+        with pytest.raises(ValueError, match=message):
+            Laplace(model, loss, [(X, y)], prior_mean=value)
+    assert laplace.prior_mean == 0.5
+    assert_close(laplace.log_marginal_likelihood(), before)
+
+
 @pytest.mark.parametrize("kind", [KroneckerGGN, DiagonalGGN])
 def test_noise_that_is_set(kind: Any) -> None:
     """As if it had been given; prior precisions stay."""

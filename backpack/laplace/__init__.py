@@ -3,9 +3,9 @@ r"""A normal distribution over the weights of a trained network, and what it pre
 .. math:: p(\theta \mid D) \approx \mathcal N(\theta^*, (H + \delta I)^{-1})
 
 H is the curvature of the negative log likelihood of the data, the *summed* loss: a mean is
-multiplied with what it divides by. δ is the precision of a normal prior with mean zero, one for all
-weights or one for each parameter or layer. Training has minimised the summed loss plus ``δ / 2
-|θ|²``.
+multiplied with what it divides by. δ is the precision of a normal prior, one for all weights or one
+for each parameter or layer, and μ its mean, zero by default. Training has minimised the summed loss
+plus ``δ / 2 |θ - μ|²``.
 
 >>> import torch
 >>> from torch import nn

@@ -24,7 +24,13 @@ from backpack.linalg.objective import (
     state_of_weights,
 )
 from backpack.linalg.structured import SpectralOperator
-from backpack.utils.by_name import ByName, by_parameter, positive
+from backpack.utils.by_name import (
+    ByName,
+    ValuesByName,
+    by_parameter,
+    positive,
+    values_by_parameter,
+)
 from backpack.utils.convert_parameters import parameter_list_to_vector
 
 
@@ -48,6 +54,7 @@ class Posterior:
         use_converter: UseConverter = False,
         progress: bool = True,
         process_group: ProcessGroupChoice = "module",
+        prior_mean: ValuesByName = 0.0,
     ):
         """Compute loss and curvature, in two passes over the data.
 
@@ -71,6 +78,9 @@ class Posterior:
             process_group: As for :class:`~backpack.linalg.GGN`: processes with a part of the data
                 each. The posterior is that of all data, the same on all processes; predictions need
                 no other process.
+            prior_mean: μ, one number, one for each parameter, or a dictionary by names, as for
+                ``prior_precision``. In place of a number there may be a tensor of the parameter's
+                shape, such as the weights that a fine-tuned model has begun with.
 
         Raises:
             ValueError: If a number is not positive, the curvature is not structured, does not fit
@@ -107,6 +117,7 @@ class Posterior:
             check_same(objective.group, "curvature of Laplace", self.curvature.trace())
         self._names = objective.names
         self.prior_precision = prior_precision
+        self.prior_mean = prior_mean
 
     @property
     def prior_precision(self) -> float | dict[str, float]:
@@ -123,8 +134,29 @@ class Posterior:
         precision = self._damped(self._by_weight(self.mean.new_tensor(each)))
         self._need_positive(precision.spectrum, value)
         self.posterior = precision.inverse()
-        is_one = isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.dim())
-        self._prior_precision = each[0] if is_one else dict(zip(self._names, each, strict=True))
+        self._prior_precision: float | dict[str, float]
+        self._prior_precision = (
+            each[0] if _is_one(value) else dict(zip(self._names, each, strict=True))
+        )
+
+    @property
+    def prior_mean(self) -> float | dict[str, float | Tensor]:
+        """μ, the mean of the prior, or that of each parameter, by name.
+
+        It may be set, as a whole: the marginal likelihood follows. The posterior has the mean θ*,
+        the weights as they were trained, for any μ.
+        """
+        known = self._prior_mean
+        return dict(known) if isinstance(known, dict) else known
+
+    @prior_mean.setter
+    def prior_mean(self, value: ValuesByName) -> None:
+        params = self._objective.params
+        each: list[Any] = values_by_parameter(value, self._names, "prior mean", params)
+        pieces = [torch.as_tensor(v).to(p).expand_as(p) for v, p in zip(each, params, strict=True)]
+        self._offset = self.mean - parameter_list_to_vector(pieces)  # of θ* from μ
+        self._prior_mean: float | dict[str, Any]
+        self._prior_mean = each[0] if _is_one(value) else dict(zip(self._names, each, strict=True))
 
     @property
     def noise(self) -> float:
@@ -213,6 +245,11 @@ class Posterior:
                 "The weights of the model, or its buffers, are others than when Laplace was built, "
                 "which has the curvature there. Load these again, or build a new one."
             )
+
+
+def _is_one(value: Any) -> bool:
+    """Whether something given by name is one number for all."""
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.dim())
 
 
 def _as_noise(value: float) -> float:

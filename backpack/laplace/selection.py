@@ -27,15 +27,16 @@ class Laplace(Predictive):
     def log_marginal_likelihood(self, prior_precision: ByName | None = None) -> Tensor:
         """Return the log of the probability of the data, for any δ (default: the one that is set).
 
-        ``log p(D) ≈ log p(D | θ*) + log p(θ*) + P/2 log 2π - 1/2 log det(H + δ I)``, a scalar: a
-        function of the tensors that are given, which autograd differentiates.
+        ``log p(D) ≈ log p(D | θ*) + log p(θ*) + P/2 log 2π - 1/2 log det(H + δ I)``, a scalar, with
+        the prior ``p(θ) = N(μ, δ⁻¹ I)``: a function of the tensors that are given, which autograd
+        differentiates.
         """
         value = self.prior_precision if prior_precision is None else prior_precision
         each = tensor_by_parameter(value, self._names, "prior precision", self.mean)
         delta = self._by_weight(each)
         constant = log(2 * pi) / 2 + log(self._noise) if self._is_normal else 0.0
         likelihood = -self.loss - self._num_targets * constant
-        prior = delta.log().sum() - (delta * self.mean.square()).sum()
+        prior = delta.log().sum() - (delta * self._offset.square()).sum()
         return likelihood + (prior - self._damped(delta).logdet()) / 2
 
     def fit_prior_precision(
@@ -72,7 +73,7 @@ class Laplace(Predictive):
     def _fitted(self, weights: Tensor, lowest: float, highest: float) -> float:
         """Return the best precision of some weights, a mask ``[P]``."""
         spectrum = self.curvature.spectrum[self.curvature.by_eigenvector(weights, "group")].double()
-        squares = float(self.mean[weights].double().square().sum())
+        squares = float(self._offset[weights].double().square().sum())
         self._need_positive(spectrum + lowest, lowest)  # else the likelihood has no bound
 
         def evidence(x: float) -> float:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 ByName = float | Tensor | Mapping[str, float] | Sequence[float]
+# values of weights: one for all of a parameter, or a tensor of its shape
+ValuesByName = float | Tensor | Mapping[str, float | Tensor] | Sequence[float | Tensor]
 
 
 def by_parameter(given: ByName, names: Sequence[str], what: str) -> list[float]:
@@ -48,7 +50,36 @@ def tensor_by_parameter(given: ByName, names: Sequence[str], what: str, like: Te
     return torch.stack([torch.as_tensor(value).to(like).reshape(()) for value in values])
 
 
-def _of_parameters(given: ByName, names: Sequence[str], what: str) -> list[Any]:
+def values_by_parameter(
+    given: ValuesByName, names: Sequence[str], what: str, params: Sequence[Tensor]
+) -> list[float | Tensor]:
+    """Return a number for each parameter, or a tensor of its shape.
+
+    Args:
+        given: As for :func:`by_parameter`, of either sign; an entry may be a tensor ``[*p]``.
+        names: Names of the parameters.
+        what: Names the values in messages.
+        params: The parameters, whose precision and device tensors take.
+
+    Raises:
+        ValueError: If one is missing, not finite or of another shape, or a name is not that of a
+            parameter or module.
+    """
+    found: list[float | Tensor] = []
+    for name, p, value in zip(names, params, _of_parameters(given, names, what), strict=True):
+        values = torch.as_tensor(value).detach().to(p)
+        if values.dim() and values.shape != p.shape:
+            raise ValueError(
+                f"The {what} of {name!r} is a number, or a tensor of the parameter's shape "
+                f"{list(p.shape)}, got one of shape {list(values.shape)}."
+            )
+        if not values.isfinite().all():
+            raise ValueError(f"The {what} of {name!r} has entries that are not finite.")
+        found.append(values.clone() if values.dim() else float(value))
+    return found
+
+
+def _of_parameters(given: ByName | ValuesByName, names: Sequence[str], what: str) -> list[Any]:
     """Return what belongs to each parameter, as it was given; see :func:`by_parameter`."""
     if isinstance(given, Tensor) and given.dim():
         return _of_parameters([*given], names, what)
