@@ -275,6 +275,86 @@ def test_wrong_prior_means() -> None:
 
 
 @pytest.mark.parametrize("kind", [KroneckerGGN, DiagonalGGN])
+@pytest.mark.parametrize("name", ["mlp", "mse", "binary"])
+def test_temperature(name: str, kind: Any) -> None:
+    """The posterior and evidence of ``p(D | θ)^(1/T) p(θ)``, in dense formulas."""
+    model, loss, X, y = problem(name)
+    data, delta, T = batches(X, y), 0.5, 0.3
+    given: dict[str, Any] = {"noise": 0.7} if name == "mse" else {}
+    laplace = Laplace(model, loss, data, kind, delta, temperature=T, prior_mean=0.2, **given)
+    assert laplace.temperature == T
+    H = dense_curvature(kind, model, loss, X, y)
+    assert_close(laplace.curvature.to_dense(), H)
+    J, identity = dense_jacobian(model, X), torch.eye(31)
+    theta = parameter_list_to_vector(model.parameters()).detach()
+    f = model(X).detach()
+    if name == "mse":
+        log_likelihood = torch.distributions.Normal(f, 0.7).log_prob(y).sum()
+    else:
+        log_likelihood = -type(loss)(reduction="sum")(f, y)
+    prior = torch.distributions.Normal(0.2, delta**-0.5).log_prob(theta).sum()
+    for t in (T, 1.0, 5.0):
+        laplace.temperature = t
+        precision = H / t + delta * identity
+        assert_close(laplace.outputs(X)[1], J @ torch.linalg.inv(precision) @ J.mT)
+        constant = 31 / 2 * torch.tensor(2 * pi).log() - torch.logdet(precision) / 2
+        expected = log_likelihood / t + prior + constant
+        assert_close(laplace.log_marginal_likelihood(), expected)
+        assert laplace.prior_precision == delta
+
+
+@pytest.mark.parametrize("per", ["model", "layer"])
+def test_fits_at_a_temperature(per: Any) -> None:
+    """Precision and noise are at the maximum of the likelihood that is tempered."""
+    model, loss, X, y = problem("mse")
+    laplace = Laplace(model, loss, batches(X, y), DiagonalGGN, temperature=0.2)
+    at_one = laplace.fit_prior_precision(per=per)
+    best = laplace.log_marginal_likelihood()
+    for factor in (0.97, 1.03):
+        values = [at_one] if isinstance(at_one, float) else list(at_one.values())
+        scaled: Any = [factor * v for v in values] if per == "layer" else factor * values[0]
+        assert laplace.log_marginal_likelihood(scaled) < best
+    noise = laplace.fit_noise()
+    best = laplace.log_marginal_likelihood()
+    for factor in (0.97, 1.03):
+        laplace.noise = factor * noise
+        assert laplace.log_marginal_likelihood() < best
+
+
+def test_temperature_is_the_noise_of_regression() -> None:
+    """The posterior of noise ``√T σ``, whose evidence has another constant."""
+    model, loss, X, y = problem("mse")
+    data = batches(X, y)
+    hot = Laplace(model, loss, data, noise=0.3, temperature=4.0)
+    noisy = Laplace(model, loss, data, noise=0.6)
+    assert_close(hot.outputs(X), noisy.outputs(X))
+    constants = [
+        N * 3 * (torch.tensor(2 * pi).log() / 2 + torch.tensor(s).log()) for s in (0.3, 0.6)
+    ]
+    difference = constants[1] - constants[0] / 4
+    expected = noisy.log_marginal_likelihood() + difference
+    assert_close(hot.log_marginal_likelihood(), expected)
+
+
+def test_wrong_temperatures() -> None:
+    """All stays as it was."""
+    model, loss, X, y = problem("mlp")
+    laplace = Laplace(model, loss, [(X, y)])
+    before = laplace.outputs(X)
+    for wrong in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="temperature has to be positive"):
+            laplace.temperature = wrong
+        with pytest.raises(ValueError, match="temperature has to be positive"):
+            Laplace(model, loss, [(X, y)], temperature=wrong)
+    negative = Laplace(model, loss, [(X, y)], SpectralOperator(-torch.ones(31)), 1.5 * N)
+    with pytest.raises(ValueError, match="not positive definite"):
+        negative.temperature = 0.5
+    assert negative.temperature == laplace.temperature == 1.0
+    assert_close(negative.posterior.spectrum, torch.full((31,), 2 / N))
+    assert_close(laplace.outputs(X), before)
+
+
+@pytest.mark.parametrize("kind", [KroneckerGGN, DiagonalGGN])
 def test_noise_that_is_set(kind: Any) -> None:
     """As if it had been given; prior precisions stay."""
     model, loss, X, y = problem("mse")

@@ -1,11 +1,12 @@
 r"""A normal distribution over the weights of a trained network, and what it predicts.
 
-.. math:: p(\theta \mid D) \approx \mathcal N(\theta^*, (H + \delta I)^{-1})
+.. math:: p(\theta \mid D) \approx \mathcal N(\theta^*, (H / T + \delta I)^{-1})
 
 H is the curvature of the negative log likelihood of the data, the *summed* loss: a mean is
 multiplied with what it divides by. δ is the precision of a normal prior, one for all weights or one
-for each parameter or layer, and μ its mean, zero by default. Training has minimised the summed loss
-plus ``δ / 2 |θ - μ|²``.
+for each parameter or layer, and μ its mean, zero by default. T is the temperature, 1 by default,
+which divides the log likelihood and nothing else. Training has minimised the summed loss, divided
+by T, plus ``δ / 2 |θ - μ|²``.
 
 >>> import torch
 >>> from torch import nn

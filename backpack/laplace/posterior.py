@@ -39,7 +39,7 @@ class Posterior:
 
     Attributes:
         mean: The weights θ*, a vector. ``[P]``
-        curvature: H.
+        posterior: The covariance, ``(H / T + δ I)⁻¹``. ``[P, P]``
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Posterior:
         progress: bool = True,
         process_group: ProcessGroupChoice = "module",
         prior_mean: ValuesByName = 0.0,
+        temperature: float = 1.0,
     ):
         """Compute loss and curvature, in two passes over the data.
 
@@ -81,6 +82,8 @@ class Posterior:
             prior_mean: μ, one number, one for each parameter, or a dictionary by names, as for
                 ``prior_precision``. In place of a number there may be a tensor of the parameter's
                 shape, such as the weights that a fine-tuned model has begun with.
+            temperature: T, positive, which divides the log likelihood of the data, see
+                :attr:`temperature`.
 
         Raises:
             ValueError: If a number is not positive, the curvature is not structured, does not fit
@@ -92,6 +95,7 @@ class Posterior:
         objective = Objective(model, loss_function, data, chosen, progress, process_group)
         self._objective = objective
         self._use_converter, self._noise = use_converter, _as_noise(noise)
+        self._temperature = positive(temperature, "temperature")
         self._is_normal = isinstance(loss_function, MSELoss)
         own = objective.params
         self.mean = parameter_list_to_vector(own).detach()
@@ -111,8 +115,7 @@ class Posterior:
                 f"{type(loss_function).__name__}. Build both with the same loss."
             )
         self._summed, factor = self._summed_loss()
-        self._given = SpectralOperator(factor * given.spectrum, given.bases, given.order)
-        self._scale_by_noise()
+        self._given = _multiple(factor, given)
         if objective.group is not None:
             check_same(objective.group, "curvature of Laplace", self.curvature.trace())
         self._names = objective.names
@@ -169,14 +172,56 @@ class Posterior:
     @noise.setter
     def noise(self, value: float) -> None:
         self._check_has_noise()
-        before, self._noise = self._noise, _as_noise(value)
-        self._scale_by_noise()
+        self._change("_noise", _as_noise(value))
+
+    @property
+    def temperature(self) -> float:
+        """T, which divides the log likelihood, whole, wherever it stands; never the prior.
+
+        In the posterior ``p(D | θ)^(1/T) p(θ)``, that is loss and curvature, ``H / T + δ I``; in
+        the marginal likelihood, which is that of ``p(D | θ)^(1/T)``, also the constant of normal
+        noise. :attr:`loss`, :attr:`curvature` and ``noise`` stay those of ``T = 1``. Less than 1 is
+        a cold posterior, more sure than Bayes; it may be set, and nothing is computed anew.
+
+        Source: Daxberger et al., Laplace redux (NeurIPS 2021); Wenzel et al., How good is the Bayes
+        posterior in deep neural networks really? (ICML 2020), who divide the log prior as well:
+        that is a prior precision of ``δ / T`` here.
+        """
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        self._change("_temperature", positive(value, "temperature"))
+
+    def _change(self, name: str, value: float) -> None:
+        """Set an attribute, and the posterior anew, or leave all as it was."""
+        before = getattr(self, name)
+        setattr(self, name, value)
         try:
-            self.prior_precision = self._prior_precision  # the posterior is that of both
+            self.prior_precision = self._prior_precision
         except ValueError:
-            self._noise = before
-            self._scale_by_noise()
+            setattr(self, name, before)
             raise
+
+    @property
+    def loss(self) -> float:
+        """The summed negative log likelihood of the data, but for a constant of ``noise``."""
+        return self._scale * self._summed
+
+    @property
+    def curvature(self) -> SpectralOperator:
+        """H, the curvature of :attr:`loss`."""
+        return _multiple(self._scale, self._given)
+
+    @property
+    def _scale(self) -> float:
+        """What the noise of the targets makes of the summed loss."""
+        return 1 / (2 * self._noise**2) if self._is_normal else 1.0
+
+    @property
+    def _data_term(self) -> SpectralOperator:
+        """What the data adds to the precision of the prior."""
+        return _multiple(self._scale / self._temperature, self._given)
 
     def _check_has_noise(self) -> None:
         if not self._is_normal:
@@ -200,7 +245,7 @@ class Posterior:
         return each.repeat_interleave(sizes)
 
     def _damped(self, delta: Tensor) -> SpectralOperator:
-        return self.curvature.plus_diagonal(delta, "prior precision")
+        return self._data_term.plus_diagonal(delta, "prior precision")
 
     def _summed_loss(self) -> tuple[float, float]:
         """Return the negative log likelihood, and its ratio to the loss as it is reduced."""
@@ -220,13 +265,6 @@ class Posterior:
         self._num_targets = count
         return total, objective.norm(weights)
 
-    def _scale_by_noise(self) -> None:
-        """Compute loss and curvature of the likelihood, which has the noise of the targets."""
-        scale = 1 / (2 * self._noise**2) if self._is_normal else 1.0
-        own = self._given
-        self.loss = scale * self._summed
-        self.curvature = SpectralOperator(scale * own.spectrum, own.bases, own.order)
-
     def sample_weights(self, num_samples: int, generator: Generator | None = None) -> Tensor:
         """Draw weights from the posterior, ``[S, P]``."""
         return self.mean + self.posterior.sample(num_samples, generator).T
@@ -245,6 +283,10 @@ class Posterior:
                 "The weights of the model, or its buffers, are others than when Laplace was built, "
                 "which has the curvature there. Load these again, or build a new one."
             )
+
+
+def _multiple(factor: float, operator: SpectralOperator) -> SpectralOperator:
+    return SpectralOperator(factor * operator.spectrum, operator.bases, operator.order)
 
 
 def _is_one(value: Any) -> bool:

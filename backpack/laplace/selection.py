@@ -21,21 +21,21 @@ class Laplace(Predictive):
 
     Attributes:
         mean: The weights θ*, a vector. ``[P]``
-        curvature: H.
+        posterior: The covariance, ``(H / T + δ I)⁻¹``. ``[P, P]``
     """
 
     def log_marginal_likelihood(self, prior_precision: ByName | None = None) -> Tensor:
         """Return the log of the probability of the data, for any δ (default: the one that is set).
 
-        ``log p(D) ≈ log p(D | θ*) + log p(θ*) + P/2 log 2π - 1/2 log det(H + δ I)``, a scalar, with
-        the prior ``p(θ) = N(μ, δ⁻¹ I)``: a function of the tensors that are given, which autograd
-        differentiates.
+        ``log p(D) ≈ 1/T log p(D | θ*) + log p(θ*) + P/2 log 2π - 1/2 log det(H / T + δ I)``, a
+        scalar, with the prior ``p(θ) = N(μ, δ⁻¹ I)``: a function of the tensors that are given,
+        which autograd differentiates.
         """
         value = self.prior_precision if prior_precision is None else prior_precision
         each = tensor_by_parameter(value, self._names, "prior precision", self.mean)
         delta = self._by_weight(each)
         constant = log(2 * pi) / 2 + log(self._noise) if self._is_normal else 0.0
-        likelihood = -self.loss - self._num_targets * constant
+        likelihood = (-self.loss - self._num_targets * constant) / self._temperature
         prior = delta.log().sum() - (delta * self._offset.square()).sum()
         return likelihood + (prior - self._damped(delta).logdet()) / 2
 
@@ -72,7 +72,8 @@ class Laplace(Predictive):
 
     def _fitted(self, weights: Tensor, lowest: float, highest: float) -> float:
         """Return the best precision of some weights, a mask ``[P]``."""
-        spectrum = self.curvature.spectrum[self.curvature.by_eigenvector(weights, "group")].double()
+        data_term = self._data_term
+        spectrum = data_term.spectrum[data_term.by_eigenvector(weights, "group")].double()
         squares = float(self._offset[weights].double().square().sum())
         self._need_positive(spectrum + lowest, lowest)  # else the likelihood has no bound
 
@@ -99,7 +100,7 @@ class Laplace(Predictive):
         """
         self._check_has_noise()
         positive(lowest, "smallest noise")
-        spectrum = self._given.spectrum.double()
+        spectrum = self._given.spectrum.double() / self._temperature
         each = by_parameter(self.prior_precision, self._names, "prior precision")
         by_weight = self._by_weight(self.mean.new_tensor(each))
         delta = self._given.by_eigenvector(by_weight).double()
@@ -108,7 +109,7 @@ class Laplace(Predictive):
         def evidence(x: float) -> float:  # times two; x is the logarithm of the noise
             precision = exp(-2 * x)
             fit = -2 * self._num_targets * x - precision * self._summed
-            return fit - float((spectrum * precision / 2 + delta).log().sum())
+            return fit / self._temperature - float((spectrum * precision / 2 + delta).log().sum())
 
         self.noise = exp(_maximum(evidence, log(lowest), log(highest)))
         return self.noise
