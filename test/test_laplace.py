@@ -29,6 +29,7 @@ from backpack.linalg import (
     KroneckerGGN,
     KroneckerOperator,
     ntk,
+    structured,
 )
 from backpack.linalg.structured import SpectralOperator
 from backpack.utils.convert_parameters import parameter_list_to_vector, vector_to_parameter_list
@@ -352,6 +353,162 @@ def test_wrong_temperatures() -> None:
     assert negative.temperature == laplace.temperature == 1.0
     assert_close(negative.posterior.spectrum, torch.full((31,), 2 / N))
     assert_close(laplace.outputs(X), before)
+
+
+def mask_of(kind: str, model: nn.Module) -> tuple[Any, Tensor]:
+    """Give a choice of weights in a form, and the vector that it stands for."""
+    params = dict(model.named_parameters())
+    masks = {name: torch.rand(p.shape) < 0.4 for name, p in params.items()}
+    if kind == "vector":
+        chosen = parameter_list_to_vector(masks.values())
+        return chosen, chosen
+    if kind == "names":
+        return masks, parameter_list_to_vector(masks.values())
+    if kind == "some":  # the other parameters are certain
+        pieces = [torch.zeros_like(m) for m in masks.values()]
+        pieces[2] = masks["2.weight"]
+        return {"2.weight": masks["2.weight"]}, parameter_list_to_vector(pieces)
+    if kind == "module":
+        pieces = [torch.ones_like(m) for m in masks.values()]
+        pieces[2], pieces[3] = masks["2.weight"], torch.zeros_like(pieces[3])
+        given = {"0": True, "2": False, "2.weight": masks["2.weight"]}
+        return given, parameter_list_to_vector(pieces)
+    return torch.ones(31, dtype=torch.bool), torch.ones(31, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("kind", [GGN, Hessian, KroneckerGGN, EKFAC, DiagonalGGN])
+@pytest.mark.parametrize("given", ["vector", "names", "some", "module", "all"])
+def test_subnetwork(given: str, kind: Any, monkeypatch: MonkeyPatch) -> None:
+    """Weights that are not chosen are constants: dense formulas of the others alone."""
+    monkeypatch.setattr(structured, "BLOCK_ENTRIES", 100)  # three columns at once
+    model, loss, X, y = problem("mlp")
+    value, S = mask_of(given, model)
+    delta, T = (30.0 if kind is Hessian else 0.5), 0.8
+    options: dict[str, Any] = {"weights": value, "temperature": T, "prior_mean": 0.1}
+    laplace = Laplace(model, loss, batches(X, y), kind, delta, **options)
+    k = int(S.sum())
+    H = dense_curvature(kind, model, loss, X, y)[S][:, S]
+    expected = torch.zeros(31, 31).masked_scatter(S.outer(S), H)
+    assert_close(laplace.curvature.to_dense(), expected)
+    precision = H / T + delta * torch.eye(k)
+    new = torch.randn(4, 3)
+    J = dense_jacobian(model, new)[:, :, S]
+    mean, covariance = laplace.outputs(new)
+    assert_close(mean, model(new))
+    assert_close(covariance, J @ torch.linalg.inv(precision) @ J.mT)
+    theta = parameter_list_to_vector(model.parameters()).detach()
+    prior = torch.distributions.Normal(0.1, delta**-0.5).log_prob(theta[S]).sum()
+    likelihood = -nn.CrossEntropyLoss(reduction="sum")(model(X), y).detach() / T
+    constant = k / 2 * torch.tensor(2 * pi).log() - torch.logdet(precision) / 2
+    assert_close(laplace.log_marginal_likelihood(), likelihood + prior + constant)
+    drawn = laplace.sample_weights(20000)
+    assert (drawn[:, ~S] == theta[~S]).all()
+    error = drawn[:, S].T.cov() - torch.linalg.inv(precision)
+    assert error.norm() < 0.05 * torch.linalg.inv(precision).norm()
+    if kind is Hessian:
+        return
+    fitted = laplace.fit_prior_precision()
+    assert isinstance(fitted, float)
+    spectrum = torch.linalg.eigvalsh(H / T)
+    effective = (spectrum / (spectrum + fitted)).sum()
+    assert_close(fitted * (theta[S] - 0.1).square().sum(), effective, rtol=1e-4, atol=0.0)
+
+
+def test_subnetwork_of_some_parameters() -> None:
+    """Weights of the last layer; the whole matrix of these is that of a dense operator."""
+    model, loss, X, y = problem("mlp")
+    data, last = batches(X, y), list(model[2].parameters())  # type: ignore[index]
+    chosen = torch.rand(15) < 0.5
+    laplace = Laplace(model, loss, data, GGN, 0.5, "last", weights=chosen)
+    H = N * GGN(model, loss, data, last).to_dense()[chosen][:, chosen]
+    J = dense_jacobian(model, X)[:, :, -15:][:, :, chosen]
+    inverse = torch.linalg.inv(H + 0.5 * torch.eye(len(H)))
+    assert_close(laplace.outputs(X)[1], J @ inverse @ J.mT)
+    by_name = {"2.weight": chosen[:12].view(3, 4), "2.bias": chosen[12:]}
+    same = Laplace(model, loss, data, GGN(model, loss, data, last), 0.5, "last", weights=by_name)
+    assert_close(same.outputs(X), laplace.outputs(X))
+    everything = Laplace(model, loss, data, GGN, params="last", weights={"": True})
+    matrix = KroneckerOperator([[GGN(model, loss, data, last).to_dense()]])
+    whole = Laplace(model, loss, data, matrix, params="last")
+    assert_close(everything.outputs(X), whole.outputs(X))
+    assert_close(everything.log_marginal_likelihood(), whole.log_marginal_likelihood())
+
+
+@pytest.mark.parametrize("name", ["mlp", "mse"])
+def test_precisions_of_a_subnetwork(name: str) -> None:
+    """Of a diagonal, each parameter has its own; what is certain has none to fit."""
+    model, loss, X, y = problem(name)
+    data, S = batches(X, y), torch.rand(31) < 0.5
+    S[16:28], S[28] = False, True  # nothing of 2.weight
+    laplace = Laplace(model, loss, data, DiagonalGGN, {"": 0.5, "2": 7.0}, weights=S)
+    sizes = torch.tensor([12, 4, 12, 3])
+    delta = torch.tensor([0.5, 0.5, 7.0, 7.0]).repeat_interleave(sizes)
+    H = dense_curvature(DiagonalGGN, model, loss, X, y).diagonal()
+    if name == "mse":
+        laplace.noise = 0.7
+    expected = torch.where(S, 1 / (H + delta), 0)
+    assert_close(laplace.posterior.to_dense(), expected.diag())
+    fitted = laplace.fit_prior_precision(per="parameter")
+    assert isinstance(fitted, dict) and fitted["2.weight"] == 7.0
+    theta = parameter_list_to_vector(model.parameters()).detach()
+    for i, value in enumerate(fitted.values()):
+        own = S & (torch.arange(4).repeat_interleave(sizes) == i)
+        effective = (H[own] / (H[own] + value)).sum()
+        if i != 2:
+            assert_close(value * theta[own].square().sum(), effective, rtol=1e-4, atol=0.0)
+    if name == "mse":
+        noise = laplace.fit_noise()
+        best = laplace.log_marginal_likelihood()
+        for factor in (0.97, 1.03):
+            laplace.noise = factor * noise
+            assert laplace.log_marginal_likelihood() < best
+    dense = Laplace(model, loss, data, GGN, weights=S)
+    with pytest.raises(ValueError, match=r"A block of \d+ rows .* different prior precision"):
+        dense.prior_precision = {"": 1.0, "2": 2.0}
+
+
+def test_largest_variances() -> None:
+    """Of the marginals, among those that are uncertain."""
+    model, loss, X, y = problem("mlp")
+    data = batches(X, y)
+    laplace = Laplace(model, loss, data, DiagonalGGN, {"": 0.5, "2": 3.0})
+    variances = laplace.posterior.to_dense().diagonal()
+    chosen = laplace.largest_variances(7)
+    assert chosen.dtype == torch.bool and chosen.sum() == 7
+    assert variances[chosen].min() >= variances[~chosen].max()
+    subnetwork = Laplace(model, loss, data, GGN, weights=chosen)
+    inner = subnetwork.largest_variances(3)
+    assert inner.sum() == 3 and not (inner & ~chosen).any()
+    assert subnetwork.largest_variances(7).equal(chosen)
+    for wrong in (0, 8):
+        with pytest.raises(ValueError, match=f"from 1 to 7 uncertain weights, got {wrong}"):
+            subnetwork.largest_variances(wrong)
+
+
+def test_wrong_weights() -> None:
+    model, loss, X, y = problem("mlp")
+    data = batches(X, y)
+    mistakes: list[tuple[Any, str]] = [
+        (torch.ones(30, dtype=torch.bool), r"all parameters are .*shape \[31\], got bool .*\[30\]"),
+        (torch.tensor([1, 2]), r"boolean tensor of shape \[31\], got int64 of shape \[2\]"),
+        (torch.ones(31), r"got float32|got float64"),
+        ({"0.weight": torch.ones(4, dtype=torch.bool)}, r"of 0.weight are .*\[4, 3\], got bool"),
+        ({"3": True}, r"uncertain weights by name: \['3'\] are no parameters or modules"),
+        ({"0.weight": torch.zeros(4, 3, dtype=torch.bool)}, "weights are none: choose one"),
+    ]
+    for value, message in mistakes:
+        with pytest.raises(ValueError, match=message):
+            Laplace(model, loss, data, GGN, weights=value)
+    with pytest.raises(ValueError, match=r"structured operator.*weights=.*such as GGN"):
+        Laplace(model, loss, data, GGN)
+    some = torch.arange(31) < 3
+    with pytest.raises(ValueError, match="not positive definite"):
+        Laplace(model, loss, data, GGN(model, loss, data) * -1.0, 1e-3, weights=some)
+    matrix = torch.eye(31)
+    matrix[0, 1] = matrix[1, 0] = float("nan")
+    broken = KroneckerOperator([[matrix]])
+    with pytest.raises(ValueError, match="not finite among the 3 chosen rows"):
+        Laplace(model, loss, data, broken, weights=some)
 
 
 @pytest.mark.parametrize("kind", [KroneckerGGN, DiagonalGGN])
@@ -915,7 +1072,7 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="iterator"):
         Laplace(model, loss, iter(data))
     with pytest.raises(ValueError, match=r"structured operator of 31 rows.*KroneckerGGN, EKFAC or"):
-        Laplace(model, loss, data, GGN)  # type: ignore[arg-type]
+        Laplace(model, loss, data, GGN)
     with pytest.raises(ValueError, match="structured operator of 15 rows"):
         Laplace(model, loss, data, DiagonalGGN(model, loss, data), params="last")
     with pytest.raises(ValueError, match="'all', 'last'"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -23,11 +23,13 @@ from backpack.linalg.objective import (
     output_of,
     state_of_weights,
 )
-from backpack.linalg.structured import SpectralOperator
+from backpack.linalg.operators import LinearOperator
+from backpack.linalg.structured import SpectralOperator, of_chosen
 from backpack.utils.by_name import (
     ByName,
     ValuesByName,
     by_parameter,
+    chosen_by_name,
     positive,
     values_by_parameter,
 )
@@ -47,7 +49,7 @@ class Posterior:
         model: Module,
         loss_function: Module,
         data: Iterable[Any],
-        curvature: Callable[..., SpectralOperator] | SpectralOperator = KroneckerGGN,
+        curvature: Callable[..., LinearOperator] | LinearOperator = KroneckerGGN,
         prior_precision: ByName = 1.0,
         params: Iterable[Parameter] | Literal["all", "last"] = "all",
         noise: float = 1.0,
@@ -56,6 +58,7 @@ class Posterior:
         process_group: ProcessGroupChoice = "module",
         prior_mean: ValuesByName = 0.0,
         temperature: float = 1.0,
+        weights: Tensor | Mapping[str, Tensor | bool] | None = None,
     ):
         """Compute loss and curvature, in two passes over the data.
 
@@ -84,6 +87,14 @@ class Posterior:
                 shape, such as the weights that a fine-tuned model has begun with.
             temperature: T, positive, which divides the log likelihood of the data, see
                 :attr:`temperature`.
+            weights: Which weights of ``params`` are uncertain, a sub-network: a boolean vector
+                ``[P]``, such as that of :meth:`largest_variances`, or boolean tensors by the names
+                of parameters (True or False for a whole one, also by the name of a module; what has
+                no name is certain). Of k weights, the curvature is a dense matrix ``[k, k]``, from
+                k products with that of ``curvature``, which may be any symmetric operator then:
+                that of :class:`~backpack.linalg.GGN` is exact (Daxberger et al., Bayesian deep
+                learning via subnetwork inference, ICML 2021). That of a diagonal stays one.
+                Default: all.
 
         Raises:
             ValueError: If a number is not positive, the curvature is not structured, does not fit
@@ -97,16 +108,20 @@ class Posterior:
         self._use_converter, self._noise = use_converter, _as_noise(noise)
         self._temperature = positive(temperature, "temperature")
         self._is_normal = isinstance(loss_function, MSELoss)
-        own = objective.params
+        own, self._names = objective.params, objective.names
         self.mean = parameter_list_to_vector(own).detach()
         self._others = state_of_weights(objective.model, own)
         options = (own, use_converter, progress, objective.process_group)
         given = built(curvature, objective.model, loss_function, data, *options)
-        if not isinstance(given, SpectralOperator) or given.shape[0] != len(self.mean):
+        self._uncertain = chosen_by_name(weights, self._names, "uncertain weights", own)
+        kind = SpectralOperator if weights is None else LinearOperator
+        fits = isinstance(given, kind) and given.is_symmetric
+        if not fits or given.shape[0] != len(self.mean):
             raise ValueError(
                 f"Laplace needs the curvature of {len(self.mean)} weights as a structured operator "
                 f"of {len(self.mean)} rows, got {given!r}. Give KroneckerGGN, EKFAC or "
-                "DiagonalGGN; a dense matrix is KroneckerOperator([[matrix]])."
+                "DiagonalGGN; a dense matrix is KroneckerOperator([[matrix]]). Of chosen weights "
+                "(weights=...), any symmetric operator will do, such as GGN."
             )
         known = given.of_loss and torch_loss(given.of_loss[0])  # of your own ones, nothing is known
         if known is not None and torch_loss(type(loss_function)) not in (None, known):
@@ -115,10 +130,12 @@ class Posterior:
                 f"{type(loss_function).__name__}. Build both with the same loss."
             )
         self._summed, factor = self._summed_loss()
+        if weights is not None:
+            given = of_chosen(given, self._uncertain)
         self._given = _multiple(factor, given)
+        self._is_uncertain = given.by_eigenvector(self._uncertain)
         if objective.group is not None:
             check_same(objective.group, "curvature of Laplace", self.curvature.trace())
-        self._names = objective.names
         self.prior_precision = prior_precision
         self.prior_mean = prior_mean
 
@@ -136,7 +153,8 @@ class Posterior:
         each = by_parameter(value, self._names, "prior precision")
         precision = self._damped(self._by_weight(self.mean.new_tensor(each)))
         self._need_positive(precision.spectrum, value)
-        self.posterior = precision.inverse()
+        covariance = torch.where(self._is_uncertain, 1 / precision.spectrum, 0)
+        self.posterior = SpectralOperator(covariance, precision.bases, precision.order)
         self._prior_precision: float | dict[str, float]
         self._prior_precision = (
             each[0] if _is_one(value) else dict(zip(self._names, each, strict=True))
@@ -157,7 +175,8 @@ class Posterior:
         params = self._objective.params
         each: list[Any] = values_by_parameter(value, self._names, "prior mean", params)
         pieces = [torch.as_tensor(v).to(p).expand_as(p) for v, p in zip(each, params, strict=True)]
-        self._offset = self.mean - parameter_list_to_vector(pieces)  # of θ* from μ
+        offset = self.mean - parameter_list_to_vector(pieces)
+        self._offset = torch.where(self._uncertain, offset, 0)  # of θ* from μ
         self._prior_mean: float | dict[str, Any]
         self._prior_mean = each[0] if _is_one(value) else dict(zip(self._names, each, strict=True))
 
@@ -240,9 +259,12 @@ class Posterior:
             )
 
     def _by_weight(self, each: Tensor) -> Tensor:
-        """Repeat a number of each parameter for all of its weights, ``[P]``."""
+        """Repeat a number of each parameter for its weights, 1 for those that are certain: ``[P]``.
+
+        The logarithm of a precision of 1 is nothing, in the prior and in the determinant.
+        """
         sizes = torch.tensor([p.numel() for p in self._objective.params], device=self.mean.device)
-        return each.repeat_interleave(sizes)
+        return torch.where(self._uncertain, each.repeat_interleave(sizes), 1)
 
     def _damped(self, delta: Tensor) -> SpectralOperator:
         return self._data_term.plus_diagonal(delta, "prior precision")
@@ -264,6 +286,31 @@ class Posterior:
             total, count = float(sums[0]), int(sums[1])
         self._num_targets = count
         return total, objective.norm(weights)
+
+    def largest_variances(self, count: int) -> Tensor:
+        """Return which weights have the largest marginal variances, ``[P]``: a sub-network.
+
+        These are the ``weights`` of another Laplace approximation, whose curvature is dense, if
+        this one has a diagonal of ``params``. Of all sub-networks of that size, its posterior is
+        the closest one in Wasserstein distance if weights are independent. The variance of weights
+        on which no output depends is that of the prior, which none exceeds: leave them out.
+
+        Source: Daxberger, Nalisnick, Allingham, Antorán, Hernández-Lobato, Bayesian deep learning
+        via subnetwork inference (ICML 2021).
+
+        Args:
+            count: How many.
+
+        Raises:
+            ValueError: If there are fewer that are uncertain, or none is asked for.
+        """
+        known = int(self._uncertain.sum())
+        if not 0 < count <= known:
+            raise ValueError(f"count is a number from 1 to {known} uncertain weights, got {count}.")
+        variances = torch.where(self._uncertain, self.posterior.diagonal(), -1)
+        chosen = torch.zeros_like(self._uncertain)
+        chosen[variances.topk(count).indices] = True
+        return chosen
 
     def sample_weights(self, num_samples: int, generator: Generator | None = None) -> Tensor:
         """Draw weights from the posterior, ``[S, P]``."""

@@ -29,7 +29,8 @@ class Laplace(Predictive):
 
         ``log p(D) ≈ 1/T log p(D | θ*) + log p(θ*) + P/2 log 2π - 1/2 log det(H / T + δ I)``, a
         scalar, with the prior ``p(θ) = N(μ, δ⁻¹ I)``: a function of the tensors that are given,
-        which autograd differentiates.
+        which autograd differentiates. P is the number of weights that are uncertain; others are
+        constants.
         """
         value = self.prior_precision if prior_precision is None else prior_precision
         each = tensor_by_parameter(value, self._names, "prior precision", self.mean)
@@ -65,8 +66,12 @@ class Laplace(Predictive):
         layers = [n.rpartition(".")[0] for n in self._names]
         of = {"model": [""] * len(layers), "layer": layers, "parameter": self._names}[per]
         same = {name: torch.tensor([name == other for other in of]) for name in of}
-        masks = {name: self._by_weight(own.to(self.mean.device)) for name, own in same.items()}
-        found = {name: self._fitted(mask, lowest, highest) for name, mask in masks.items()}
+        before = by_parameter(self.prior_precision, self._names, "prior precision")
+        found = dict(zip(of, before, strict=True))  # stays where no weight is uncertain
+        for name, own in same.items():
+            mask = self._uncertain & (self._by_weight(own.to(self.mean.device)) > 0)
+            if mask.any():
+                found[name] = self._fitted(mask, lowest, highest)
         self.prior_precision = found[""] if per == "model" else [found[name] for name in of]
         return self.prior_precision
 

@@ -21,6 +21,7 @@ from backpack.utils.kroneckers import (
     transposed,
 )
 
+BLOCK_ENTRIES = 2**27  # of products that are kept at once
 # Kronecker factors of each diagonal block; no blocks at all stand for the identity.
 Blocks = Sequence[Sequence[Tensor]]
 
@@ -331,6 +332,40 @@ class EigenOperator(SpectralOperator):
             ValueError: If the matrix is singular, or ``rhs`` does not fit it.
         """
         return self.inverse(damping) @ rhs
+
+
+def of_chosen(operator: LinearOperator, chosen: Tensor) -> SpectralOperator:
+    """Return ``M A M``, with a diagonal M of ones and zeros: chosen rows and columns, others zero.
+
+    The k chosen ones are a dense block, from k products with A; those of a diagonal stay one.
+
+    Args:
+        operator: A, symmetric.
+        chosen: Which rows, boolean. ``[P]``
+
+    Raises:
+        ValueError: If entries are not finite.
+    """
+    if isinstance(operator, SpectralOperator) and not operator.bases:
+        return SpectralOperator(torch.where(chosen, operator._restored(operator.spectrum), 0))
+    block, count = operator.submatrix(chosen), int(chosen.sum())
+    step = max(1, BLOCK_ENTRIES // operator.shape[0])
+    columns = torch.eye(count, dtype=operator.dtype, device=operator.device).split(step, 1)
+    dense = torch.cat([block @ some for some in columns], 1)
+    if not dense.isfinite().all():
+        raise ValueError(
+            f"{operator!r} has entries that are not finite among the {count} chosen rows: the data,"
+            " or the outputs of the model, are not."
+        )
+    single = torch.promote_types(dense.dtype, torch.float32)  # eigh knows none in less
+    wide = torch.float64 if dense.device.type != "mps" else single
+    values, vectors = torch.linalg.eigh((dense + dense.T).to(wide) / 2)
+    round_off = 10 * torch.finfo(single).eps * values.abs().max()  # that of the entries
+    values = torch.where(values.abs() > round_off, values, 0).to(dense.dtype)
+    rest = values.new_zeros(len(chosen) - count)
+    order = torch.cat([chosen.nonzero().flatten(), (~chosen).nonzero().flatten()])
+    blocks = [[vectors.to(dense.dtype)], [torch.ones_like(rest)]] if len(rest) else [[vectors]]
+    return SpectralOperator(torch.cat([values, rest]), blocks, order)
 
 
 def order_of(parameters: Sequence[tuple[Tensor, bool]]) -> Tensor | None:

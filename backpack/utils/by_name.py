@@ -79,7 +79,50 @@ def values_by_parameter(
     return found
 
 
-def _of_parameters(given: ByName | ValuesByName, names: Sequence[str], what: str) -> list[Any]:
+def chosen_by_name(
+    given: Tensor | Mapping[str, Tensor | bool] | None,
+    names: Sequence[str],
+    what: str,
+    params: Sequence[Tensor],
+) -> Tensor:
+    """Return which weights are chosen, ``[P]``, on the device of the parameters.
+
+    Args:
+        given: None for all; a boolean vector ``[P]``; or by the names of parameters and modules,
+            a boolean tensor of the parameter's shape or a boolean. What has no name is not chosen.
+        names: Names of the parameters.
+        what: Names the choice in messages.
+        params: The parameters.
+
+    Raises:
+        ValueError: If it has other entries or shapes, nothing is chosen, or a name is not that of
+            a parameter or module.
+    """
+    count = sum(p.numel() for p in params)
+    if given is None:
+        return torch.ones(count, dtype=torch.bool, device=params[0].device)
+    if isinstance(given, Mapping):
+        values = _of_parameters({"": False, **given}, names, what)
+        shapes = [p.shape for p in params]
+    else:
+        values, names, shapes = [given], ["all parameters"], [torch.Size([count])]
+    pieces = []
+    for name, value, shape in zip(names, values, shapes, strict=True):
+        mask = torch.as_tensor(value, device=params[0].device)
+        fits = mask.shape == shape or isinstance(value, bool)
+        if mask.dtype != torch.bool or not fits:
+            raise ValueError(
+                f"The {what} of {name} are a boolean tensor of shape {list(shape)}, got "
+                f"{str(mask.dtype).removeprefix('torch.')} of shape {list(mask.shape)}."
+            )
+        pieces.append(mask.expand(shape).flatten())
+    found = torch.cat(pieces)
+    if not found.any():
+        raise ValueError(f"The {what} are none: choose one at least.")
+    return found
+
+
+def _of_parameters(given: Any, names: Sequence[str], what: str) -> list[Any]:
     """Return what belongs to each parameter, as it was given; see :func:`by_parameter`."""
     if isinstance(given, Tensor) and given.dim():
         return _of_parameters([*given], names, what)
