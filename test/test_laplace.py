@@ -12,13 +12,14 @@ import pytest
 import torch
 from pytest import MonkeyPatch
 from torch import Generator, Tensor, nn
-from torch.autograd.functional import jacobian
+from torch.autograd.functional import hessian, jacobian
 from torch.distributions import MultivariateNormal
 from torch.func import functional_call
 from torch.testing import assert_close
 
 from backpack.influence import Influence
 from backpack.laplace import Laplace
+from backpack.laplace.predictive import log_concentrations
 from backpack.linalg import (
     EKFAC,
     GGN,
@@ -784,6 +785,73 @@ def test_monte_carlo() -> None:
     assert (closed - found).abs().max() < (closed - mean.softmax(1)).abs().max()
 
 
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_bridge_inverts_the_laplace_approximation_of_a_dirichlet(count: int) -> None:
+    """Mode and curvature of a Dirichlet in its logits; what these have in common is no matter."""
+    alphas = torch.rand(5, count) * 10 + 0.1
+    means, covariances = [], []
+    for alpha in alphas:
+        mode = alpha.log() - alpha.log().mean()
+        H = hessian(lambda x, a=alpha: -(a * x.log_softmax(0)).sum(), mode)
+        (slope,) = torch.autograd.grad(
+            (alpha * (x := mode.clone().requires_grad_()).log_softmax(0)).sum(), x
+        )
+        assert slope.abs().max() < 1e-12
+        shared = torch.rand(count)
+        common = shared.unsqueeze(1) + shared + 3.0
+        means.append(mode + torch.randn(()))
+        covariances.append(torch.linalg.pinv(H, hermitian=True) + common)
+    found = log_concentrations(torch.stack(means), torch.stack(covariances)).exp()
+    assert_close(found, alphas)
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm"])
+def test_bridge(name: str) -> None:
+    """The formula, from dense matrices and centred logits."""
+    model, loss, X, y = problem(name)
+    laplace = Laplace(model, loss, batches(X, y), prior_precision=0.5)
+    J = dense_jacobian(model, X)
+    center = torch.eye(3) - 1 / 3
+    mu = model(X).detach() @ center
+    sigma = center @ J @ laplace.posterior.to_dense() @ J.mT @ center
+    sums = (-mu).exp().sum(1, keepdim=True)
+    alpha = (1 - 2 / 3 + mu.exp() / 9 * sums) / sigma.diagonal(dim1=1, dim2=2)
+    assert_close(laplace.dirichlet(X), alpha)
+    assert_close(laplace.predict(X, "bridge"), alpha / alpha.sum(1, keepdim=True))
+    two = nn.Sequential(nn.Linear(3, 2))
+    of_two = Laplace(two, loss, [(X[:, :3], y % 2)]) if name == "mlp" else None
+    if of_two is not None:
+        assert_close(of_two.predict(X, "bridge"), two(X).softmax(1).detach())
+
+
+def test_bridge_of_large_logits() -> None:
+    """Nothing overflows in single precision."""
+    mean = torch.tensor([[300.0, 0.0, -300.0]], dtype=torch.float32)
+    found = log_concentrations(mean, torch.eye(3, dtype=torch.float32)[None])
+    assert_close(found[0].softmax(0), torch.tensor([1.0, 0.0, 0.0], dtype=torch.float32))
+    exact = log_concentrations(mean.double(), torch.eye(3)[None])
+    assert_close(found.double(), exact, rtol=1e-6, atol=1e-4)
+
+
+def test_wrong_bridges() -> None:
+    model, loss, X, y = problem("mlp")
+    for name in ("binary", "mse"):
+        other = problem(name)
+        laplace = Laplace(*other[:2], batches(*other[2:]))
+        for use in (laplace.dirichlet, lambda x, own=laplace: own.predict(x, "bridge")):
+            with pytest.raises(ValueError, match=r"bridge is for CrossEntropyLoss, got (BCE|MSE)"):
+                use(other[2])
+    frozen = {"2.bias": torch.tensor([True, False, False])}
+    one = Laplace(model, loss, [(X, y)], GGN, weights=frozen)
+    assert one.dirichlet(X).shape == (N, 3)
+    none = nn.Sequential(nn.Linear(3, 3, bias=False))
+    with pytest.raises(ValueError, match=r"got 3 classes, and 3 of 27 variances that are zero"):
+        Laplace(none, loss, [(X, y)]).predict(torch.cat([X[1:], 0 * X[:1]]), "bridge")
+    single = nn.Linear(3, 1)
+    with pytest.raises(ValueError, match=r"several classes.*got 1 classes"):
+        Laplace(single, loss, [(X, 0 * y)]).dirichlet(X)
+
+
 @pytest.mark.parametrize("params", ["all", "last"])
 @pytest.mark.parametrize("kind", [KroneckerGGN, DiagonalGGN, EKFAC])
 def test_outputs_of_all_inputs_together(kind: Any, params: Any, monkeypatch: MonkeyPatch) -> None:
@@ -837,7 +905,7 @@ def test_draws_in_half_precision(dtype: torch.dtype) -> None:
     assert_close(draws.double().var(0), covariance.diagonal(dim1=1, dim2=2), rtol=0.15, atol=0)
 
 
-@pytest.mark.parametrize("method", ["probit", "monte carlo", "sampling"])
+@pytest.mark.parametrize("method", ["probit", "bridge", "monte carlo", "sampling"])
 def test_predictions_for_no_inputs(method: Any) -> None:
     model, loss, X, y = problem("mlp")
     assert Laplace(model, loss, [(X, y)]).predict(X[:0], method).shape == (0, 3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import pi
+from math import log, pi
 from typing import Any, Literal
 
 import torch
@@ -82,7 +82,7 @@ class Predictive(Posterior):
     def predict(
         self,
         X: Any,
-        method: Literal["probit", "monte carlo", "sampling"] = "probit",
+        method: Literal["probit", "bridge", "monte carlo", "sampling"] = "probit",
         num_samples: int = 100,
         generator: Generator | None = None,
     ) -> Tensor:
@@ -91,8 +91,9 @@ class Predictive(Posterior):
         Args:
             X: N inputs, as for :meth:`outputs`.
             method: ``"probit"`` averages softmax or sigmoid over the linearised outputs, with ``f /
-                √(1 + π/8 var f)`` in the place of f (MacKay 1992), ``"monte carlo"`` over samples
-                of these, ``"sampling"`` over the model with weights that are drawn.
+                √(1 + π/8 var f)`` in the place of f (MacKay 1992), ``"bridge"`` takes the mean of
+                the Dirichlet distribution of :meth:`dirichlet`, ``"monte carlo"`` averages over
+                samples of these outputs, ``"sampling"`` over the model with weights that are drawn.
             num_samples: Number of samples of the last two.
             generator: Source of random numbers, on the device of the model.
 
@@ -103,16 +104,54 @@ class Predictive(Posterior):
         Raises:
             ValueError: If there is no such method, or the loss is another.
         """
-        if method not in ("probit", "monte carlo", "sampling"):
-            raise ValueError(f"method is 'probit', 'monte carlo' or 'sampling', got {method!r}.")
+        if method not in ("probit", "bridge", "monte carlo", "sampling"):
+            raise ValueError(
+                f"method is 'probit', 'bridge', 'monte carlo' or 'sampling', got {method!r}."
+            )
         link = self._link()
-        if method != "probit":
-            drawn = self.sample_outputs(X, num_samples, method == "monte carlo", generator)
-            return link(drawn).mean(0)
-        mean, covariance = self.outputs(X)
+        if method in ("probit", "bridge"):
+            return link(self._logits(*self.outputs(X), method))
+        drawn = self.sample_outputs(X, num_samples, method == "monte carlo", generator)
+        return link(drawn).mean(0)
+
+    def dirichlet(self, X: Any) -> Tensor:
+        r"""Return the concentrations α of a Dirichlet distribution over probabilities, ``[N, C]``.
+
+        The Laplace bridge. The linearised outputs f of ``CrossEntropyLoss`` are centred, ``f - mean
+        f``, which leaves their softmax as it is. Of their mean μ and covariance Σ,
+
+        .. math:: \alpha_k = \frac{1}{\Sigma_{kk}}
+            \left(1 - \frac{2}{C} + \frac{e^{\mu_k}}{C^2} \sum_l e^{-\mu_l}\right)
+
+        In the logits, this Dirichlet has its mode at μ and the curvature of the normal distribution
+        there, if there is one that has both. Its mean is ``α / sum α``, its variances shrink with
+        ``sum α``. For two classes, the mean is the softmax of μ, whatever Σ is.
+
+        Source: Hobbhahn, Kristiadi, Hennig, Fast predictive uncertainty for classification with
+        Bayesian deep networks (UAI 2022); MacKay, Choice of basis for Laplace approximation (1998).
+
+        Args:
+            X: N inputs, as for :meth:`outputs`.
+
+        Raises:
+            ValueError: If the loss is another, there is one class, or an output has no variance.
+        """
+        self._link()
+        return self._logits(*self.outputs(X), "bridge").exp()
+
+    def _logits(self, mean: Tensor, covariance: Tensor, method: str) -> Tensor:
+        """Return what the link makes a prediction of, in closed form."""
+        if method == "bridge":
+            kind = self._objective.loss_function
+            if not isinstance(kind, CrossEntropyLoss):
+                raise ValueError(
+                    f"The Laplace bridge is for CrossEntropyLoss, got {type(kind).__name__}. Use "
+                    "'probit', 'monte carlo' or 'sampling'."
+                )
+            return log_concentrations(mean, covariance)
         if self._is_normal:
             return mean
-        return link(mean / (1 + pi / 8 * covariance.diagonal(dim1=1, dim2=2)).sqrt())
+        return mean / (1 + pi / 8 * covariance.diagonal(dim1=1, dim2=2)).sqrt()
 
     def _link(self) -> Callable[[Tensor], Tensor]:
         """Return what turns outputs ``[*, C]`` into a prediction."""
@@ -127,3 +166,37 @@ class Predictive(Posterior):
             f"{type(loss_function).__name__} of this model says nothing of the probabilities of C "
             "classes for each sample: use outputs() or sample_outputs()."
         )
+
+
+def log_concentrations(mean: Tensor, covariance: Tensor) -> Tensor:
+    """Return the logarithms of the α of the Laplace bridge, see :meth:`Predictive.dirichlet`.
+
+    Args:
+        mean: Of logits. ``[N, C]``
+        covariance: ``[N, C, C]``
+
+    Returns:
+        ``[N, C]``
+
+    Raises:
+        ValueError: If there is one class, or a logit has no variance, but for what all have in
+            common.
+    """
+    count = mean.shape[1]
+    wide = torch.promote_types(mean.dtype, torch.float32)
+    mu, sigma = mean.to(wide), covariance.to(wide)
+    mu = mu - mu.mean(1, keepdim=True)
+    whole = sigma.diagonal(dim1=1, dim2=2)
+    in_common = sigma.mean(1) + sigma.mean(2) - sigma.mean((1, 2)).unsqueeze(1)
+    variances = whole - in_common
+    round_off = 10 * torch.finfo(mean.dtype).eps * whole.amax(1, keepdim=True)
+    if count < 2 or (variances <= round_off).any():
+        raise ValueError(
+            "The Laplace bridge needs several classes, and logits whose variances are positive "
+            f"without what all have in common, got {count} classes, and "
+            f"{int((variances <= round_off).sum())} of {variances.numel()} variances that are zero."
+            " Use 'probit', 'monte carlo' or 'sampling'."
+        )
+    of_others = mu + (-mu).logsumexp(1, keepdim=True) - 2 * log(count)
+    constant = mu.new_tensor(1 - 2 / count).log()
+    return (torch.logaddexp(constant, of_others) - variances.log()).to(mean.dtype)
