@@ -242,7 +242,7 @@ def test_rows_of_outputs_that_are_no_samples() -> None:
     with pytest.raises(ValueError, match=message):
         NTK(flat, ids)
     with pytest.raises(ValueError, match=message):
-        output_covariances(flat, [*flat.parameters()], ids, DiagonalOperator(params))
+        output_covariances(flat, [*flat.parameters()], ids, [DiagonalOperator(params)])
     torch.manual_seed(0)
     model = Tokens(False)
     J = torch.stack(
@@ -252,8 +252,8 @@ def test_rows_of_outputs_that_are_no_samples() -> None:
         ]
     )
     assert torch.allclose(NTK(model, ids).to_dense(), J @ J.T, atol=1e-5)
-    mean, covariance = output_covariances(
-        model, [*model.parameters()], ids, DiagonalOperator(params)
+    mean, (covariance,) = output_covariances(
+        model, [*model.parameters()], ids, [DiagonalOperator(params)]
     )
     rows = J.unflatten(0, (4, 10))
     assert torch.allclose(mean, flat(ids).view(4, 10))

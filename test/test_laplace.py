@@ -512,6 +512,110 @@ def test_wrong_weights() -> None:
         Laplace(model, loss, data, broken, weights=some)
 
 
+def negative_log_likelihood(laplace: Laplace, X: Tensor, y: Tensor, method: Any) -> Tensor:
+    """Summed, of predictions."""
+    if isinstance(laplace._objective.loss_function, nn.MSELoss):
+        mean, covariance = laplace.outputs(X)
+        deviation = (covariance.diagonal(dim1=1, dim2=2) + laplace.noise**2).sqrt()
+        return -torch.distributions.Normal(mean, deviation).log_prob(y).sum()
+    p = laplace.predict(X, method)
+    if y.is_floating_point():
+        return -(y * p.log() + (1 - y) * (1 - p).log()).sum()
+    counts = y >= 0
+    return -p[counts].gather(1, y[counts].unsqueeze(1)).log().sum()
+
+
+def overfitted(name: str, reduction: str) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+    """Train for a while on few samples, so that a certain precision is best."""
+    model, loss, X, y = problem(name, reduction)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss(model(X), y).backward()
+        optimizer.step()
+    model.zero_grad()
+    return model, loss, X, y
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("mlp", "probit"), ("mlp", "bridge"), ("binary", "probit"), ("mse", "probit")],
+)
+def test_precision_for_other_data(name: str, method: Any, reduction: str) -> None:
+    """The best of the grid, by predictions of Laplace approximations that have it."""
+    model, loss, X, y = overfitted(name, reduction)
+    data = batches(X, y)
+    new = torch.randn(N, 3)
+    targets = problem(name)[3] if name == "mlp" else model(new).detach()
+    if name == "binary":
+        targets = (targets + 4 * torch.randn(N, 3) > 0).double()
+    elif name == "mse":
+        targets = targets + 0.31 * torch.randn(N, 3)
+    else:
+        targets[3] = -100  # ignored
+    given: dict[str, Any] = {"noise": 0.3} if name == "mse" else {}
+    laplace = Laplace(model, loss, data, prior_precision=3.0, **given)
+    lowest, highest = -2.0, 3.0
+    values = 10 ** torch.linspace(lowest, highest, 11)
+    losses = torch.stack(
+        [
+            negative_log_likelihood(
+                Laplace(model, loss, data, prior_precision=float(v), **given), new, targets, method
+            )
+            for v in values
+        ]
+    )
+    best = int(losses.argmin())
+    assert 0 < best < 10
+    options: dict[str, Any] = {"method": method, "num_values": 11}
+    held_out = iter(batches(new, targets))  # read once
+    found = laplace.fit_prior_precision(10**lowest, 10**highest, validation=held_out, **options)
+    assert found == laplace.prior_precision == pytest.approx(float(values[best]))
+    expected = Laplace(model, loss, data, prior_precision=float(values[best]), **given)
+    assert_close(laplace.outputs(new), expected.outputs(new))
+    own = laplace._validation_losses(batches(new, targets), values.tolist(), method)
+    assert_close(own, losses)
+
+
+def test_precision_for_other_data_that_is_refused() -> None:
+    """All stays as it was."""
+    model, loss, X, y = problem("mlp")
+    data = batches(X, y)
+    laplace = Laplace(model, loss, data, prior_precision=3.0)
+    fit: Any = laplace.fit_prior_precision
+    with pytest.raises(ValueError, match="one for the model, got per='layer'"):
+        fit(per="layer", validation=data)
+    with pytest.raises(ValueError, match="'probit' or 'bridge', got 'sampling'"):
+        fit(validation=data, method="sampling")
+    with pytest.raises(ValueError, match="num_values is at least 2, the limits, got 1"):
+        fit(validation=data, num_values=1)
+    with pytest.raises(ValueError, match="The data has no batches"):
+        fit(validation=[])
+    with pytest.raises(ValueError, match="No target of the data counts"):
+        fit(validation=[(X, torch.full_like(y, -100))])
+    with pytest.raises(ValueError, match="not finite, for 5 of 5 prior precisions"):
+        fit(validation=[(X * float("nan"), y)], num_values=5)
+    for wrong in (0.0, -1.0):
+        with pytest.raises(ValueError, match="smallest prior precision has to be positive"):
+            fit(wrong)
+    negative = Laplace(model, loss, data, SpectralOperator(-torch.ones(31)), 10.0 * N)
+    with pytest.raises(ValueError, match="not positive definite"):
+        negative.fit_prior_precision(validation=data)
+    model, squared, X, y = problem("mse")
+    regression = Laplace(model, squared, [(X, y)])
+    with pytest.raises(ValueError, match=r"targets of MSELoss have shape \[9, 1\].*\[9, 3\]"):
+        regression.fit_prior_precision(validation=[(X, y[:, :1])])
+    huber = Laplace(model, nn.SmoothL1Loss(), [(X, y)])
+    with pytest.raises(ValueError, match=r"SmoothL1Loss .* says nothing"):
+        huber.fit_prior_precision(validation=[(X, y)])
+    with torch.no_grad():
+        model[0].weight.mul_(2)  # type: ignore[index]
+    with pytest.raises(RuntimeError, match="weights of the model"):
+        regression.fit_prior_precision(validation=[(X, y)])
+    assert laplace.prior_precision == 3.0
+
+
 @pytest.mark.parametrize("kind", [KroneckerGGN, DiagonalGGN])
 def test_noise_that_is_set(kind: Any) -> None:
     """As if it had been given; prior precisions stay."""

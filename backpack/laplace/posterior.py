@@ -151,14 +151,19 @@ class Posterior:
     @prior_precision.setter
     def prior_precision(self, value: ByName) -> None:
         each = by_parameter(value, self._names, "prior precision")
-        precision = self._damped(self._by_weight(self.mean.new_tensor(each)))
-        self._need_positive(precision.spectrum, value)
-        covariance = torch.where(self._is_uncertain, 1 / precision.spectrum, 0)
-        self.posterior = SpectralOperator(covariance, precision.bases, precision.order)
+        self.posterior = self._posterior_of(value)
         self._prior_precision: float | dict[str, float]
         self._prior_precision = (
             each[0] if _is_one(value) else dict(zip(self._names, each, strict=True))
         )
+
+    def _posterior_of(self, value: ByName) -> SpectralOperator:
+        """Return the covariance with some δ."""
+        each = by_parameter(value, self._names, "prior precision")
+        precision = self._damped(self._by_weight(self.mean.new_tensor(each)))
+        self._need_positive(precision.spectrum, value)
+        covariance = torch.where(self._is_uncertain, 1 / precision.spectrum, 0)
+        return SpectralOperator(covariance, precision.bases, precision.order)
 
     @property
     def prior_mean(self) -> float | dict[str, float | Tensor]:

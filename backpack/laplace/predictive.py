@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import log, pi
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss
 from backpack import disable
 from backpack.laplace.posterior import Posterior
 from backpack.linalg.ntk import output_covariances
+from backpack.linalg.structured import SpectralOperator
 from backpack.utils.convert_parameters import parameter_list_to_vector, vector_to_parameter_list
 from backpack.utils.functional import functional_call
 
@@ -35,10 +36,17 @@ class Predictive(Posterior):
 
         Source: Immer, Korzepa, Bauer, Improving predictions of BNNs via linearization (AISTATS 21).
         """
+        mean, (covariance,) = self._outputs(X, [self.posterior], joint)
+        return mean, covariance
+
+    def _outputs(
+        self, X: Any, posteriors: Sequence[SpectralOperator], joint: bool = False
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return :meth:`outputs` with the covariance of each posterior."""
         own = self._objective
         self._check_state(torch.equal(parameter_list_to_vector(own.params), self.mean))
-        options = self.posterior, self._use_converter, joint
-        return output_covariances(own.model, own.params, X, *options)
+        options = self._use_converter, joint
+        return output_covariances(own.model, own.params, X, posteriors, *options)
 
     def sample_outputs(
         self,

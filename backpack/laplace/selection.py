@@ -1,15 +1,17 @@
-"""Precision of the prior and noise, chosen by the marginal likelihood."""
+"""Precision of the prior and noise, chosen by the marginal likelihood or on other data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import exp, log, pi
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from backpack import disable
 from backpack.laplace.predictive import Predictive
+from backpack.linalg.objective import Objective, output_of
 from backpack.utils.by_name import ByName, by_parameter, positive, tensor_by_parameter
 
 
@@ -45,24 +47,49 @@ class Laplace(Predictive):
         lowest: float = 1e-4,
         highest: float = 1e4,
         per: Literal["model", "layer", "parameter"] = "model",
+        validation: Iterable[Any] | None = None,
+        method: Literal["probit", "bridge"] = "probit",
+        num_values: int = 41,
     ) -> float | dict[str, float]:
         """Set δ to the maximum of the marginal likelihood between two limits, and return it.
+
+        With other data, to the value of a grid for which the negative log likelihood of what is
+        predicted for these is least.
 
         Args:
             lowest: The smallest value.
             highest: The largest value.
             per: Fit one for the model, one for each layer, or one for each parameter: the
                 likelihood is a sum over these.
+            validation: Batches ``(X, y)`` that were not trained on, read once. Their part of each
+                process, if there is a ``process_group``. With these, δ is one for the model.
+            method: What predicts them, see :meth:`predict`: those in closed form, whose loss draws
+                do not blur. Of ``MSELoss``, each target is normal, with the variance of its output
+                plus ``noise²``.
+            num_values: Size of the grid, whose logarithms are equally spaced, limits included.
 
         Returns:
             δ; by the names of the parameters, unless it is one for the model.
 
         Raises:
             ValueError: If the curvature has no block for each parameter, is not positive definite
-                with the smallest value, or there is no such kind.
+                with the smallest value, or there is no such kind; with other data if they have
+                no finite likelihood, for another loss than those of :meth:`predict`, and as for
+                :meth:`outputs`.
         """
+        positive(lowest, "smallest prior precision")
         if per not in ("model", "layer", "parameter"):
             raise ValueError(f"per is 'model', 'layer' or 'parameter', got {per!r}.")
+        if validation is not None:
+            if per != "model":
+                raise ValueError(f"With validation data, δ is one for the model, got per={per!r}.")
+            if num_values < 2:
+                raise ValueError(f"num_values is at least 2, the limits, got {num_values}.")
+            grid = torch.linspace(log(lowest), log(highest), num_values, dtype=torch.float64)
+            values = grid.exp().tolist()
+            losses = self._validation_losses(validation, values, method)
+            self.prior_precision = values[int(losses.argmin())]
+            return self.prior_precision
         layers = [n.rpartition(".")[0] for n in self._names]
         of = {"model": [""] * len(layers), "layer": layers, "parameter": self._names}[per]
         same = {name: torch.tensor([name == other for other in of]) for name in of}
@@ -74,6 +101,54 @@ class Laplace(Predictive):
                 found[name] = self._fitted(mask, lowest, highest)
         self.prior_precision = found[""] if per == "model" else [found[name] for name in of]
         return self.prior_precision
+
+    def _validation_losses(self, data: Iterable[Any], values: list[float], method: str) -> Tensor:
+        """Return the summed negative log likelihood of data, predicted with each δ."""
+        if method not in ("probit", "bridge"):
+            raise ValueError(
+                f"With validation data, method is 'probit' or 'bridge', got {method!r}."
+            )
+        self._link()  # an error if there are no predictions
+        posteriors = [self._posterior_of(value) for value in values]
+        own = self._objective
+        choice = own.progress, own.process_group
+        objective = Objective(own.model, own.loss_function, data, own.params, *choice)
+        totals = torch.zeros(len(values), dtype=torch.float64, device=self.mean.device)
+        weights = 0.0
+        with torch.no_grad(), objective.telling():
+            for X, targets in objective:
+                with disable():
+                    output = output_of("Laplace", own.model, X)
+                if weight := objective.weight(X, output, targets):
+                    mean, covariances = self._outputs(X, posteriors)
+                    each = [self._loss_of(mean, c, output, targets, method) for c in covariances]
+                    factor = 1.0 if self._is_normal else weight
+                    totals += factor * torch.stack(each).to(totals)
+                    weights += weight
+        totals, weights = objective.total("validation of Laplace", [totals], weights)
+        objective.norm(weights)  # an error if no target counts
+        if not totals.isfinite().all():
+            raise ValueError(
+                "The negative log likelihood of the validation data is not finite, for "
+                f"{int((~totals.isfinite()).sum())} of {len(values)} prior precisions."
+            )
+        return totals
+
+    def _loss_of(
+        self, mean: Tensor, covariance: Tensor, output: Tensor, targets: Any, method: str
+    ) -> Tensor:
+        """Return the loss of a prediction, from mean and covariance of the outputs of a batch."""
+        logits = self._logits(mean, covariance, method).reshape(output.shape)
+        if not self._is_normal:
+            return self._objective.loss_function(logits, *targets)
+        if targets[0].shape != output.shape:
+            raise ValueError(
+                f"The targets of MSELoss have shape {list(targets[0].shape)}, but the outputs "
+                f"{list(output.shape)}: give both the same."
+            )
+        variance = covariance.diagonal(dim1=1, dim2=2).reshape(output.shape) + self._noise**2
+        squares = (logits - targets[0]).square() / variance
+        return (squares + (2 * pi * variance).log()).sum() / 2
 
     def _fitted(self, weights: Tensor, lowest: float, highest: float) -> float:
         """Return the best precision of some weights, a mask ``[P]``."""

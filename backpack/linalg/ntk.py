@@ -87,22 +87,22 @@ def output_covariances(
     model: Module,
     params: Sequence[Parameter],
     X: Any,
-    covariance: LinearOperator,
+    covariances: Sequence[LinearOperator],
     use_converter: UseConverter = False,
     joint: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, list[Tensor]]:
     """Return outputs, and ``J_n Σ J_nᵀ``: their covariance if linearised in the parameters.
 
     Args:
         model: ``[N, *in] -> [N, *out]`` with C entries for each sample. It is left as it was.
         params: Parameters.
         X: N samples: a tensor, or a tuple or dictionary of tensors.
-        covariance: Σ, ``[P, P]``.
+        covariances: Some Σ, ``[P, P]`` each, at least one. The Jacobian is computed once.
         use_converter: As for :class:`NTK`.
         joint: Whether outputs of different samples are asked for as well.
 
     Returns:
-        ``[N, C]`` and ``[N, C, C]``; ``[N, C, N, C]`` of all samples together.
+        ``[N, C]``, and ``[N, C, C]`` for each Σ; ``[N, C, N, C]`` of all samples together.
 
     Raises:
         ValueError: If the output does not depend on one of the parameters, or samples of a large
@@ -112,26 +112,29 @@ def output_covariances(
         mean = output_of("The covariance of outputs", model, X)
     mean = mean.unsqueeze(-1).flatten(1)
     count, num_outputs = mean.shape
-    step = max(1, BLOCK_ENTRIES // (num_outputs * covariance.shape[0]))
-    found = [mean.new_empty(0, num_outputs, covariance.shape[0] if joint else num_outputs)]
+    width = covariances[0].shape[0]
+    step = max(1, BLOCK_ENTRIES // (num_outputs * width))
+    rows = [mean.new_empty(0, num_outputs, width)]
+    found = [[mean.new_empty(0, num_outputs, num_outputs)] for _ in covariances]
     with extended(model, use_converter or "record") as ready:
         for start in range(0, count, step):
             some = slice(start, min(start + step, count))
             # all at once as they are: what has as many rows as samples may be something else
-            rows = X if step >= count else samples_of(X, count, some)
-            jacobian = factored_jacobian(ready, params, rows, some.stop - some.start)
+            inputs = X if step >= count else samples_of(X, count, some)
+            jacobian = factored_jacobian(ready, params, inputs, some.stop - some.start)
             each = [flattened(g.dense() for g in gradients) for gradients in jacobian]
             J = torch.stack(each, 1)  # [n, C, P]
             if joint:
-                found.append(J)
+                rows.append(J)
                 continue
-            turned = (covariance @ J.flatten(0, 1).T).T.reshape(J.shape)
-            found.append(J @ turned.mT)
+            for own, covariance in zip(found, covariances, strict=True):
+                turned = (covariance @ J.flatten(0, 1).T).T.reshape(J.shape)
+                own.append(J @ turned.mT)
     if not joint:
-        return mean, torch.cat(found)
-    rows = torch.cat(found).flatten(0, 1)  # [N·C, P]
-    whole = rows @ (covariance @ rows.T)
-    return mean, whole.reshape(count, num_outputs, count, num_outputs)
+        return mean, [torch.cat(own) for own in found]
+    J = torch.cat(rows).flatten(0, 1)  # [N·C, P]
+    shape = count, num_outputs, count, num_outputs
+    return mean, [(J @ (covariance @ J.T)).reshape(shape) for covariance in covariances]
 
 
 def factored_jacobian(
