@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -175,7 +177,21 @@ def _laplace(rank: int, count: int) -> None:
                     assert found.fit_prior_precision(per="layer") == pytest.approx(
                         whole.fit_prior_precision(per="layer"), rel=1e-6
                     )
+                    held_out = found.fit_prior_precision(validation=part, num_values=5)
+                    best = whole.fit_prior_precision(validation=everything, num_values=5)
+                    assert held_out == best
+                    close(
+                        found._validation_losses(part, [0.1, 10.0], "probit"),
+                        whole._validation_losses(everything, [0.1, 10.0], "probit"),
+                    )
                     whole.prior_precision = 1.0
+        same = copy.deepcopy(own)
+        assert same.fit_prior_precision(validation=part, num_values=5) == best
+        loaded = pickle.loads(pickle.dumps(own))
+        with pytest.raises(NotImplementedError, match=r"process_group=torch\.distributed"):
+            loaded.fit_prior_precision(validation=part)
+        loaded.process_group = world
+        assert loaded.fit_prior_precision(validation=part, num_values=5) == best
         if rank == 0:  # alone
             close(own.predict(X), inside.predict(X))
 

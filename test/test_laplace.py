@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import io
+import pickle
+import weakref
 from collections import UserDict
 from collections.abc import Iterator
 from math import pi
@@ -16,6 +20,7 @@ from torch.autograd.functional import hessian, jacobian
 from torch.distributions import MultivariateNormal
 from torch.func import functional_call
 from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from backpack.influence import Influence
 from backpack.laplace import Laplace
@@ -1013,6 +1018,106 @@ def test_draws_in_half_precision(dtype: torch.dtype) -> None:
 def test_predictions_for_no_inputs(method: Any) -> None:
     model, loss, X, y = problem("mlp")
     assert Laplace(model, loss, [(X, y)]).predict(X[:0], method).shape == (0, 3)
+
+
+def through_file(thing: Any, weights_only: bool = False) -> Any:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+COPIES: dict[str, Any] = {
+    "pickle": lambda laplace: pickle.loads(pickle.dumps(laplace)),
+    "torch": through_file,
+    "deepcopy": copy.deepcopy,
+    "state": lambda own: Laplace.from_state_dict(
+        copy.deepcopy(own._objective.model),
+        own._objective.loss_function,
+        through_file(own.state_dict(), weights_only=True),
+    ),
+}
+KINDS: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "kronecker": ("mlp", KroneckerGGN, {"prior_precision": {"": 0.5, "2": 3.0}}),
+    "ekfac": ("lstm", EKFAC, {"temperature": 0.3, "prior_mean": 0.2}),
+    "last": ("lstm", DiagonalGGN, {"params": "last"}),
+    "noise": (
+        "mse",
+        KroneckerGGN,
+        {"noise": 0.4, "prior_mean": {"": 0.1, "2.bias": torch.ones(3)}},
+    ),
+    "subnetwork": ("mlp", GGN, {"weights": torch.arange(31) % 3 == 0}),
+    "binary": ("binary", DiagonalGGN, {}),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_and_loaded(kind: str, way: str) -> None:
+    """All that can be asked is the same; data that nobody can pickle is left behind."""
+    name, curvature, options = KINDS[kind]
+    model, loss, X, y = problem(name)
+    data = DataLoader(TensorDataset(X, y), 4, collate_fn=lambda samples: default_collate(samples))
+    laplace = Laplace(model, loss, data, curvature, **options)
+    assert len(pickle.dumps(laplace)) < 30000
+    other = COPIES[way](laplace)
+    assert other is not laplace and other._objective.model is not model
+
+    def asked(own: Laplace) -> list[Any]:
+        means = own.prior_mean
+        found = [own.outputs(X), own.log_marginal_likelihood(), own.prior_precision, own.noise]
+        found += [own.temperature, own.loss, own.curvature.to_dense(), own.posterior.to_dense()]
+        found += [list(means.values()) if isinstance(means, dict) else means]
+        found += [
+            own.predict(X, method, 3, Generator().manual_seed(0))
+            for method in ("probit", "sampling", "monte carlo")
+        ]
+        found += [own.largest_variances(3), own.fit_prior_precision()]
+        found += [own.fit_prior_precision(validation=[(X, y)])]
+        if name == "mse":
+            found += [own.fit_noise()]
+        return found
+
+    assert_close(asked(other), asked(laplace), rtol=1e-12, atol=1e-12)
+    with torch.no_grad():  # a copy has its model
+        other._objective.params[0].add_(1)
+    laplace.predict(X)
+    with pytest.raises(RuntimeError, match="weights of the model"):
+        other.predict(X)
+
+
+def test_data_is_not_kept() -> None:
+    """Its memory is free as soon as the program has no use for it."""
+    model, loss, X, y = problem("mlp")
+    laplace = Laplace(model, loss, [(X, y)])
+    new, alive = torch.randn(2, 3), weakref.ref(X)
+    del X, y
+    gc.collect()
+    assert alive() is None
+    assert laplace.predict(new).shape == (2, 3)
+
+
+def test_states_that_do_not_fit() -> None:
+    model, loss, X, y = problem("mlp")
+    state = Laplace(model, loss, [(X, y)]).state_dict()
+    wide = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
+    more = nn.Sequential(*model, nn.BatchNorm1d(3)).eval()
+    mistakes: list[tuple[Any, Any, Any, str]] = [
+        (wide, loss, state, r"31 weights of \['0.weight', .*this one has 38"),
+        (more, loss, state, r"another model: .* 0 other parameters and buffers"),
+        (LastState(), loss, state, r"this one has 0, .*'head.weight'"),
+        (model, nn.MSELoss(), state, "state is that of CrossEntropyLoss, but the loss is MSELoss"),
+        (model, loss, {"mean": state["mean"]}, r"lacks \['bases', .*Give what state_dict"),
+    ]
+    for net, criterion, given, message in mistakes:
+        with pytest.raises(ValueError, match=message):
+            Laplace.from_state_dict(net, criterion, given)
+    other = problem("mlp")[0]
+    loaded = Laplace.from_state_dict(other, loss, state)
+    with pytest.raises(RuntimeError, match="Load these again"):
+        loaded.predict(X)
+    other.load_state_dict(model.state_dict())
+    assert_close(loaded.predict(X), Laplace(model, loss, [(X, y)]).predict(X))
 
 
 def test_other_weights_than_those_of_the_curvature() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from copy import deepcopy
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Generator, Tensor
 from torch.nn import Module, MSELoss, Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from backpack import disable
 from backpack.core.derivatives.terms import torch_loss
@@ -35,6 +38,10 @@ from backpack.utils.by_name import (
 )
 from backpack.utils.convert_parameters import parameter_list_to_vector
 
+Self = TypeVar("Self", bound="Posterior")
+# What a state has of a posterior, beside what may be set.
+SAVED = ("mean", "_uncertain", "_is_uncertain", "_others", "_summed", "_num_targets", "_is_one")
+
 
 class Posterior:
     """A normal distribution over weights: the inverse of curvature and prior precision.
@@ -42,6 +49,7 @@ class Posterior:
     Attributes:
         mean: The weights θ*, a vector. ``[P]``
         posterior: The covariance, ``(H / T + δ I)⁻¹``. ``[P, P]``
+        process_group: Over which processes data is spread. It is not saved.
     """
 
     def __init__(
@@ -104,7 +112,7 @@ class Posterior:
         check_read_again("Laplace", data)
         chosen = chosen_parameters(model, data, params)
         objective = Objective(model, loss_function, data, chosen, progress, process_group)
-        self._objective = objective
+        self._objective, self.process_group = objective, objective.process_group
         self._use_converter, self._noise = use_converter, _as_noise(noise)
         self._temperature = positive(temperature, "temperature")
         self._is_normal = isinstance(loss_function, MSELoss)
@@ -138,6 +146,8 @@ class Posterior:
             check_same(objective.group, "curvature of Laplace", self.curvature.trace())
         self.prior_precision = prior_precision
         self.prior_mean = prior_mean
+        # nothing needs them any more: neither memory nor files keep them
+        objective.data, objective.group = (), None
 
     @property
     def prior_precision(self) -> float | dict[str, float]:
@@ -320,6 +330,97 @@ class Posterior:
     def sample_weights(self, num_samples: int, generator: Generator | None = None) -> Tensor:
         """Draw weights from the posterior, ``[S, P]``."""
         return self.mean + self.posterior.sample(num_samples, generator).T
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors, numbers and names, from which :meth:`from_state_dict` makes the same.
+
+        ``torch.load(..., weights_only=True)`` reads what ``torch.save`` writes of it. It has
+        neither the model, whose ``state_dict()`` is saved besides, nor the loss, nor the data.
+        """
+        kind = type(self._objective.loss_function)
+        return {
+            **{name.strip("_"): getattr(self, name) for name in SAVED},
+            "names": list(self._names),
+            "spectrum": self._given.spectrum,
+            "bases": [list(block) for block in self._given.bases],
+            "order": self._given.order,
+            "loss_function": (torch_loss(kind) or kind).__name__,
+            "prior_precision": self.prior_precision,
+            "prior_mean": self.prior_mean,
+            "noise": self.noise,
+            "temperature": self.temperature,
+        }
+
+    @classmethod
+    def from_state_dict(
+        cls: type[Self],
+        model: Module,
+        loss_function: Module,
+        state: Mapping[str, Any],
+        use_converter: UseConverter = False,
+        process_group: ProcessGroupChoice = "module",
+    ) -> Self:
+        """Make what has been saved, without the data.
+
+        Args:
+            model: The model, with the weights that it had. Predictions check that.
+            loss_function: The loss.
+            state: What :meth:`state_dict` has returned.
+            use_converter: As when it was built.
+            process_group: The same.
+
+        Raises:
+            ValueError: If the state lacks something, or is that of another loss or model.
+        """
+        saved = {name.strip("_"): name for name in SAVED}
+        settings = ("prior_precision", "prior_mean", "noise", "temperature")
+        needed = {*saved, *settings, "names", "spectrum", "bases", "order", "loss_function"}
+        if missing := needed.difference(state):
+            raise ValueError(
+                f"The state of Laplace lacks {sorted(missing)}. Give what state_dict() returns."
+            )
+        kind = type(loss_function)
+        if (own := (torch_loss(kind) or kind).__name__) != state["loss_function"]:
+            raise ValueError(
+                f"The state is that of {state['loss_function']}, but the loss is {own}."
+            )
+        made = cls.__new__(cls)
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        known = dict(inner.named_parameters())
+        params = [known[name] for name in state["names"] if name in known]
+        count, has = len(state["mean"]), sum(p.numel() for p in params)
+        same = len(params) == len(state["names"]) and has == count
+        if not same or len(state_of_weights(inner, params)) != len(state["others"]):
+            raise ValueError(
+                f"The state is that of another model: {count} weights of {state['names']}, of which"
+                f" this one has {has}, and {len(state['others']) // 2} other parameters and "
+                f"buffers. It has the parameters {list(known)}."
+            )
+        made._objective = Objective(model, loss_function, (), params, True, process_group)
+        made.process_group = made._objective.process_group
+        made._objective.group = None
+        made._use_converter, made._is_normal = use_converter, isinstance(loss_function, MSELoss)
+        made._names, device = list(state["names"]), params[0].device
+        moved: dict[str, Any] = tree_map_only(Tensor, lambda x: x.to(device), dict(state))
+        for name, attribute in saved.items():
+            setattr(made, attribute, moved[name])
+        made._given = SpectralOperator(*(moved[key] for key in ("spectrum", "bases", "order")))
+        made._noise, made._temperature = moved["noise"], moved["temperature"]
+        made.prior_precision, made.prior_mean = moved["prior_precision"], moved["prior_mean"]
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the processes out, which belong to the program that runs."""
+        group = None if self.process_group is None else "module"
+        return {**vars(self), "process_group": group}
+
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+        """Copy all but the processes, over which a copy sums as well."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        vars(made).update(deepcopy(self.__getstate__(), memo))
+        made.process_group = self.process_group
+        return made
 
     def _check_state(self, has_mean: bool = True) -> None:
         """Refuse a model whose weights are others, or that is in training mode.

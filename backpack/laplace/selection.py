@@ -24,6 +24,8 @@ class Laplace(Predictive):
     Attributes:
         mean: The weights θ*, a vector. ``[P]``
         posterior: The covariance, ``(H / T + δ I)⁻¹``. ``[P, P]``
+        process_group: Over which processes data is spread. It is not saved: set it after loading
+            what is pickled.
     """
 
     def log_marginal_likelihood(self, prior_precision: ByName | None = None) -> Tensor:
@@ -111,7 +113,7 @@ class Laplace(Predictive):
         self._link()  # an error if there are no predictions
         posteriors = [self._posterior_of(value) for value in values]
         own = self._objective
-        choice = own.progress, own.process_group
+        choice = own.progress, self.process_group
         objective = Objective(own.model, own.loss_function, data, own.params, *choice)
         totals = torch.zeros(len(values), dtype=torch.float64, device=self.mean.device)
         weights = 0.0
