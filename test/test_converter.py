@@ -245,6 +245,7 @@ CASES: list[tuple[Run, str] | tuple[Run, str, tuple[Tensor, Tensor]]] = [
     (lambda m, x, y: x.double().to(torch.float32), "double to"),
     (lambda m, x, y: x.cpu(), "cpu"),
     (lambda m, x, y: x.detach(), "detach"),
+    (lambda m, x, y: x.clone().requires_grad_(True), "clone requires_grad"),
     # functions of each entry
     (lambda m, x, y: abs(x), "abs"),
     (lambda m, x, y: x.sign(), "sign"),
@@ -1435,6 +1436,55 @@ def added_up(m: Any, x: Tensor, y: Tensor) -> Tensor:
     total = torch.zeros(6)
     total += m.linear(x)[0, 0]
     return total + x
+
+
+def clipped_weight(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    m.linear.weight.data = m.linear.weight.data.clamp(0, 1)
+    return m.linear(x)
+
+
+def clipped_parameter(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    m.weight.data = m.weight.data.clamp(0, 0.5)
+    return m.linear(x) * m.weight.sum(0)
+
+
+def rounded(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = m.linear(x)
+    h.data = h.data.round()
+    return m.linear(h)
+
+
+def rounded_in_place(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = m.linear(x)
+    h.data *= 2
+    return m.linear(h)
+
+
+def differentiable(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    x.requires_grad = True
+    return m.linear(x.sin())
+
+
+@pytest.mark.parametrize(
+    "function", [clipped_weight, clipped_parameter, rounded, rounded_in_place, differentiable]
+)
+@pytest.mark.parametrize("converter", [True, "record"])
+def test_attributes_of_tensors_that_are_set(function: Run, converter: Any) -> None:
+    torch.manual_seed(0)
+    net = Net(function)
+    model = extend(copy.deepcopy(net), use_converter=converter)
+    x, given = X.clone(), X.clone()
+    expected, output = net(x, Y), model(given, Y)
+    assert torch.equal(output, expected)
+    assert given.requires_grad == x.requires_grad
+    expected.square().sum().backward()
+    output.square().sum().backward()
+    state = dict(net.named_parameters())
+    for name, p in model.named_parameters():
+        assert torch.equal(p, state[name])
+        assert (p.grad is None) == (state[name].grad is None)
+        if p.grad is not None:
+            assert torch.equal(p.grad, state[name].grad)
 
 
 # What Python makes of numbers, shapes and attributes while they are not known.

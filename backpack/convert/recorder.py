@@ -533,6 +533,8 @@ def resolve(func: Any) -> Function | None:
         attribute = getattr(func.__self__, "__name__", "")  # a property may have none
         known = attribute in ATTRIBUTES_TENSOR - DETACHED
         return Function(func, Row(attribute, is_view=True)) if known else None
+    if name in ("__set__", "__delete__"):  # an attribute: of the tensor itself, no view of it
+        return None
     if name == "__setitem__":
         return Function(set_item, None, in_place=True)
     if name.startswith("__"):

@@ -146,6 +146,10 @@ def _is_branching(frame: FrameType) -> bool:
 # --- Tracing --------------------------------------------------------------------------------------
 
 
+# Attributes of what stands for a value; all others are those of the value.
+_OF_PROXIES = {"tracer", "node", "_node", "root", "attr", "tensor"}
+
+
 class _Proxy(Proxy):
     """Stands for a value; changes in place, such as ``x += y``, are recorded, too."""
 
@@ -155,6 +159,16 @@ class _Proxy(Proxy):
     def __getattr__(self, name: str) -> Attribute:
         """Return what stands for an attribute, or a method."""
         return _Attribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what torch.fx keeps here; of a tensor, the graph would not do it.
+
+        Raises:
+            TraceError: If it is an attribute of the tensor.
+        """
+        if name not in _OF_PROXIES:
+            raise TraceError(f"torch.fx does not record that an attribute ({name}) is set.")
+        super().__setattr__(name, value)
 
     def __hash__(self) -> int:
         """Tell tensors apart; numbers and the like are not known yet.

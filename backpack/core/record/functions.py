@@ -164,6 +164,7 @@ TABLE: tuple[Row, ...] = (
         is_view=True,
         treatment=ENTRIES,
     ),
+    Row(".requires_grad_", is_view=True, keep=True, treatment=ENTRIES),
     # functions of each entry
     *_rows(
         *("torch.clone .clone", "torch.addcmul .addcmul", "torch.addcdiv .addcdiv"),
