@@ -355,7 +355,7 @@ def test_unsupported_frozen_module_does_not_matter_for_first_order() -> None:
 def test_loss_that_is_not_scalar(ext: Any) -> None:
     model, (X, y) = mlp(), data()
     loss = extend(nn.CrossEntropyLoss(reduction="none"))(extend(model)(X), y)
-    with backpack(ext()), pytest.raises(ValueError, match=r"scalar loss.*reduction"):
+    with backpack(ext()), pytest.raises(ValueError, match=r"scalar loss.*reduction.*WeightedLoss"):
         loss.sum().backward()
     assert_clean(model)
 
@@ -415,6 +415,65 @@ def test_regularised_loss_warns() -> None:
     loss = forward(model, data()) + 0.1 * model[0].weight.square().sum()
     with backpack(extensions.DiagHessian()), pytest.warns(UserWarning, match="modified"):
         loss.backward()
+
+
+LEARNED_WEIGHTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "of variances": lambda w, a, b: a / (2 * w[0].exp() ** 2) + (-w[1]).exp() * b + w.sum(),
+    "of a softmax": lambda w, a, b: (w.softmax(0) * torch.stack([a, b])).sum(),
+}
+
+
+@pytest.mark.parametrize("name", LEARNED_WEIGHTS)
+def test_learned_weights_of_losses_are_constant_factors(name: str) -> None:
+    """No layer has them: second derivatives with respect to a weight of a layer are exact."""
+    model, (X, y), targets = mlp(), data(), torch.rand(N, 2)
+    extend(model)
+    weights = torch.randn(2, requires_grad=True)
+    results: list[list[Tensor]] = []
+    for given in (weights, weights.detach()):
+        output = model(X)
+        one = extend(nn.CrossEntropyLoss())(output, y)
+        other = extend(nn.MSELoss())(output, targets)
+        exts = extensions.DiagGGNExact(), extensions.DiagHessian()
+        with warnings.catch_warnings(), backpack(*exts):
+            warnings.simplefilter("error")
+            LEARNED_WEIGHTS[name](given, one, other).backward()
+        results.append([x for p in model.parameters() for x in (p.diag_ggn_exact, p.diag_h)])
+    assert weights.grad is not None
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+        assert found.abs().max() > 0
+
+
+def test_factors_that_a_network_has_a_part_in_warn() -> None:
+    factors: list[Callable[[nn.Module, Tensor], Tensor]] = [
+        lambda model, output: model[0].weight.sum().exp(),
+        lambda model, output: output.mean().exp(),
+    ]
+    for factor in factors:
+        model, (X, y) = extend(mlp()), data()
+        output = model(X)
+        loss = extend(nn.CrossEntropyLoss())(output, y) * factor(model, output)
+        with (
+            backpack(extensions.DiagHessian()),
+            pytest.warns(UserWarning, match="modified"),
+        ):
+            try:
+                loss.backward()
+            except ValueError as error:
+                assert "not through the extended loss" in str(error)
+
+
+def test_uses_by_functions_are_told_of_once_for_each_of_them() -> None:
+    model = extend(nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)))
+    x = torch.rand(5, 1, requires_grad=True)
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    loss = extend(nn.MSELoss())(slope, torch.rand(5, 1))
+    with warnings.catch_warnings(record=True) as caught, backpack(extensions.BatchGrad()):
+        warnings.simplefilter("always")
+        loss.backward()
+    (message,) = [str(w.message) for w in caught if "also used by" in str(w.message)]
+    assert "[4, 1]" in message and "[1, 4]" in message
 
 
 def test_modified_loss_mixes_samples_for_first_order() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from backpack.core.engine.loss_terms import BILINEAR
 from backpack.core.engine.plan import Plan
 from backpack.core.engine.spread import words
 from backpack.core.record.module_state import describe
-from backpack.core.record.origins import origin
+from backpack.core.record.origins import is_foreign_function, origin
 from backpack.core.record.visits import Visit
 from backpack.core.values import has_values
 from backpack.utils.warning import warn
@@ -42,14 +42,15 @@ def check_losses(plan: Plan, roots: Sequence[Tensor]) -> bool:
         if call.shape_out[0].numel() != 1:
             raise ValueError(
                 "Second-order quantities need a scalar loss, but the output of "
-                f"{call!r} is not. Use reduction='mean' or 'sum'."
+                f"{call!r} is not. Use reduction='mean' or 'sum', and "
+                "backpack.custom_module.weighted_loss.WeightedLoss if samples have weights."
             )
         for mark in call.origins_in:
             producer = plan.producers.get(mark)
             if producer is not None and producer.call in plan.after_loss:
                 raise ValueError(f"{call!r} has the value of another extended loss as its input.")
     losses = {o for call in plan.losses for o in call.origins_out}
-    changes = [_nonlinear_node(root, losses) for root in roots] if losses else []
+    changes = [_nonlinear_node(root, losses, plan.uses) for root in roots] if losses else []
     for change in changes:
         if change is not None:
             names = ", ".join(describe(call.module) for call in plan.losses)
@@ -64,8 +65,12 @@ def check_losses(plan: Plan, roots: Sequence[Tensor]) -> bool:
     return bool(changes) and not any(changes)
 
 
-def _nonlinear_node(root: Tensor, losses: set[Any]) -> str | None:
-    """Find an operation between the losses and ``root`` that is not a sum of constant multiples."""
+def _nonlinear_node(root: Tensor, losses: set[Any], params: Collection[Tensor]) -> str | None:
+    """Find an operation between the losses and ``root`` that is not a sum of constant multiples.
+
+    Constant is what neither the network nor a parameter of its calls has a part in, such as learned
+    weights of tasks: it enters no second derivative with respect to one parameter of the network.
+    """
     if origin(root) in losses or root.grad_fn is None:
         return None
     stack, seen = [(root.grad_fn, root.output_nr)], set()
@@ -75,15 +80,33 @@ def _nonlinear_node(root: Tensor, losses: set[Any]) -> str | None:
         if node in seen or marks.get(("backpack", slot)) in losses:
             continue
         seen.add(node)
-        parents = [(parent, nr) for parent, nr in node.next_functions if parent is not None]
+        above = [(parent, nr) for parent, nr in node.next_functions if parent is not None]
+        parents = [one for one in above if not _is_constant(one, params)]
+        if above and not parents:
+            continue
         name = node.name().removesuffix("Backward0").removesuffix("Backward1")
         product = name in BILINEAR and len(parents) == 1
         if name == "Div":  # a constant divided by the loss is no multiple of it
-            product = product and node.next_functions[0][0] is not None
+            product = product and node.next_functions[0] in parents
         if not (product or name in LINEAR_NODES or name.startswith("View")):
             return node.name()
         stack += parents
     return None
+
+
+def _is_constant(start: tuple[Any, int], params: Collection[Tensor]) -> bool:
+    """Whether a gradient function leads to no recorded call, and to none of some parameters."""
+    stack, seen = [start], set()
+    while stack:
+        node, slot = stack.pop()
+        if is_foreign_function(node) or ("backpack", slot) in node.metadata:
+            return False
+        if getattr(node, "variable", None) in params:
+            return False
+        above = [(parent, nr) for parent, nr in node.next_functions if parent is not None]
+        stack += [one for one in above if one not in seen]
+        seen.update(above)
+    return True
 
 
 def loss_scale(call: Visit) -> Tensor:
