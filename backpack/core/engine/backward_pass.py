@@ -112,7 +112,7 @@ class BackwardPass:
             return
         current = cls._current(torch._C._current_graph_task_id())
         if current is not None:
-            current.collector.sample_flow.enter(given)
+            current.collector.sample_flow.given[given] = None
 
     @classmethod
     def _current(cls, task: int) -> BackwardPass | None:

@@ -65,16 +65,13 @@ class SampleFlow:
         self.looks_at_loss = any(map(attrgetter("looks_at_loss"), exts))
         # the call with parameters that comes next, and its number of samples
         self.next: dict[Origin | None, tuple[Visit, int]] = {}
+        # what models were called with, noted before their calls are visited
         self.given: dict[Given, None] = {}
         terms = None if entry is None else entry.terms
         hidden = HiddenGradients() if terms is None else terms.hidden
         self.uses = ForeignUses(exts, self.given, hidden)
         self.layers: dict[int, list[Module]] = {}  # by their number of samples
         self.axes = {0}  # along which they are
-
-    def enter(self, given: Given) -> None:
-        """Take note of what a model was called with, before its calls are visited."""
-        self.given[given] = None
 
     # ------------------------------------------------------------------ call by call
 

@@ -273,30 +273,26 @@ class OfMaps(Statistics):
     def __init__(self, parameter: Parameter, ext: Extension, value: Callable[[Tensor], Tensor]):
         """Start with one."""
         super().__init__(parameter, (ext,), {})
-        self.maps = [value]
-        self.factor = 1.0
+        self.map = value
 
     def scale(self, factor: float) -> None:
         """Multiply the map."""
-        self.factor *= factor
+        if factor != 1:
+            self.map = SumOfMaps([self.map], factor, None)
 
     def set_totals(self, sums: Iterator[Tensor], counts: Iterator[int], total: Total) -> None:
         """Sum products over processes, when they are computed."""
-        self.maps, self.factor = [SumOfMaps(self.maps, self.factor, total)], 1.0
+        self.map = SumOfMaps([self.map], 1, total)
 
     def plus(self, other: OfMaps) -> OfMaps:
         """Add the maps."""
         both = self.copy()
-        both.maps, both.factor = [self._map(), other._map()], 1.0
+        both.map = SumOfMaps([self.map, other.map], 1, None)
         return both
-
-    def _map(self) -> Callable[[Tensor], Tensor]:
-        alone = len(self.maps) == 1 and self.factor == 1
-        return self.maps[0] if alone else SumOfMaps(self.maps, self.factor, None)
 
     def extract(self, save: Save) -> None:
         """Save the map."""
-        save(self.parameter, self.exts[0], self._map())
+        save(self.parameter, self.exts[0], self.map)
 
 
 class Loaded:
