@@ -67,8 +67,10 @@ class Weight(NamedTuple):
 Reading = tuple[Module, Tensor]
 
 
-def _linear_map(input: Any, weight: Any, contracted: int, bias: Any = None) -> Reading | None:
-    """Return the layer that sums over the last axis of its input, and one axis of a weight."""
+def read_by_linear(
+    input: Any, weight: Any, bias: Any = None, *, contracted: int = 1
+) -> Reading | None:
+    """``F.linear``, or another sum over the last axis of an input and one axis of a weight."""
     if not (isinstance(input, Tensor) and isinstance(weight, Weight)):
         return None
     p, b = weight.parameter, None if bias is None else getattr(bias, "parameter", bias)
@@ -82,14 +84,9 @@ def _linear_map(input: Any, weight: Any, contracted: int, bias: Any = None) -> R
     return None if layer is None else (layer, input)
 
 
-def read_by_linear(input: Any, weight: Any, bias: Any = None) -> Reading | None:
-    """``F.linear``."""
-    return _linear_map(input, weight, 1, bias)
-
-
 def read_by_product(input: Any, other: Any = None, mat2: Any = None) -> Reading | None:
     """``input @ other``."""
-    return _linear_map(input, mat2 if other is None else other, 0)
+    return read_by_linear(input, mat2 if other is None else other, contracted=0)
 
 
 def read_by_addmm(
@@ -97,7 +94,7 @@ def read_by_addmm(
 ) -> Reading | None:
     """``input + mat1 @ mat2``."""
     is_plain = (beta, alpha) == (1, 1) and isinstance(input, Weight)
-    return _linear_map(mat1, mat2, 0, input) if is_plain else None
+    return read_by_linear(mat1, mat2, input, contracted=0) if is_plain else None
 
 
 def read_by_einsum(equation: Any, *operands: Any) -> Reading | None:
@@ -114,7 +111,7 @@ def read_by_einsum(equation: Any, *operands: Any) -> Reading | None:
     if len(of_weight) != 2 or contracted < 0 or len({*letters, *of_weight}) < len(letters) + 2:
         return None
     is_map = output == kept + of_weight[1 - contracted]
-    return _linear_map(x, weight, contracted) if is_map else None
+    return read_by_linear(x, weight, contracted=contracted) if is_map else None
 
 
 def read_by_index(input: Any, index: Any) -> Reading | None:
