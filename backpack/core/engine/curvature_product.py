@@ -33,6 +33,8 @@ from backpack.core.record.visits import Visit
 from backpack.core.record.weights import storage_of, tensors_of
 from backpack.core.rows import row_numbers
 
+# How many unit vectors are multiplied at once, for a diagonal.
+UNITS_AT_ONCE = 32
 Subsampling = Sequence[int] | None
 # What to make of a module's (diagonal) second derivative; None leaves it out.
 Modify = Callable[[Tensor], Tensor] | None
@@ -145,15 +147,15 @@ class CurvatureBlock:
                 read.add(p)
         return read
 
-    def diagonal(self, per_sample: bool = False, entries_at_once: int = 32) -> Tensor:
+    def diagonal(self, per_sample: bool = False) -> Tensor:
         """Return the block's diagonal ``[*p]``, or that of each sample's block ``[N, *p]``.
 
         It comes from products with the unit vectors, some at once.
         """
         p = self.parameter
         parts = []
-        for start in range(0, p.numel(), entries_at_once):
-            size = min(entries_at_once, p.numel() - start)
+        for start in range(0, p.numel(), UNITS_AT_ONCE):
+            size = min(UNITS_AT_ONCE, p.numel() - start)
             units = torch.zeros(size, p.numel(), dtype=p.dtype, device=p.device)
             units[range(size), range(start, start + size)] = 1
             product = self.product(units.reshape(size, *p.shape), per_sample)

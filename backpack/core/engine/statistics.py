@@ -78,11 +78,6 @@ class Statistics:
         self.is_sharded = False
         self.name = Name("", "")
 
-    @property
-    def order(self) -> float:
-        """Power of the loss's factor that columns carry: curvature has two of them."""
-        return 0.5 if self.exts[0].expects_backpropagation_quantities() else 1
-
     def own_samples(self, ext: Extension) -> int | None:
         """Return the number of samples on this process, if an extension reads a value of each."""
         for name, value in self.values.items():
@@ -98,8 +93,10 @@ class Statistics:
 
     def scale(self, factor: float) -> None:
         """Multiply the loss that they belong to with a factor."""
+        # power of it that columns carry: curvature has two of them
+        order = 0.5 if self.exts[0].expects_backpropagation_quantities() else 1
         for name in self.values:
-            power = self.rules[name].degree * self.order
+            power = self.rules[name].degree * order
             if power:
                 self.values[name] = _multiplied(self.values[name], factor**power)
 
