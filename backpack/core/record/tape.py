@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -179,30 +179,10 @@ COMPLEX = (
 )
 
 
-def _computed_parameters(names: Sequence[str], own: Collection[str]) -> str | None:
-    """Tell which parameters of the rule a module computes from others; None if it has all."""
-    computed = [name for name in names if name not in own]
-    if not computed:
-        return None
-    return (
-        f"computes its {', '.join(computed)} from other parameters (a parametrisation, weight "
-        "normalisation, pruning) since it was extended. Call extend(model) once more."
-    )
-
-
-def _note_not_dense(
-    module: Module,
-    arguments: Sequence[Any],
-    tensors: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    missed: OnMiss,
-) -> None:
-    """Note that a call is not recorded, because one of its tensors is nested or sparse."""
-    not_dense = next(x for x in tensors if FORM(x) not in DENSE)
-    note_miss(module, arguments, outputs, dense_advice(not_dense), missed)
-    if isinstance(module, FunctionModule):
-        for y in outputs:
-            follow_not_dense(module.name, not_dense, y)
+COMPUTED = (
+    "computes its {} from other parameters (a parametrisation, weight normalisation, pruning) "
+    "since it was extended. Call extend(model) once more."
+)
 
 
 def _note_integers(output: Any) -> None:
@@ -264,7 +244,11 @@ def record(
         return None
     tensors = arguments if TENSORS.issuperset(map(type, arguments)) else tensors_in(arguments)
     if not DENSE.issuperset(map(FORM, tensors + outputs)):
-        _note_not_dense(module, arguments, tensors + outputs, outputs, missed)
+        not_dense = next(x for x in tensors + outputs if FORM(x) not in DENSE)
+        note_miss(module, arguments, outputs, dense_advice(not_dense), missed)
+        if isinstance(module, FunctionModule):
+            for y in outputs:
+                follow_not_dense(module.name, not_dense, y)
         return None
     if not isinstance(output, Tensor) or not outputs:
         rest = [x for x in tensors_in(output) if x.is_complex() and x.requires_grad]
@@ -301,9 +285,10 @@ def record(
         has_own = module._parameters or "parametrizations" in module._modules
         names = rule.params or (has_own and rule.param_names(module))
         if names and not call.read[0].keys() >= set(names):
-            computed = _computed_parameters(names, rule.own(module))
-            if computed is not None:
-                note_miss(module, arguments, outputs, computed, missed)
+            own = rule.own(module)
+            if computed := [name for name in names if name not in own]:
+                why = COMPUTED.format(", ".join(computed))
+                note_miss(module, arguments, outputs, why, missed)
                 return replaced
     if repeated is not None:
         call.repeats = call.origins_in.index(repeated)
