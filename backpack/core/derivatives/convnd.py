@@ -145,8 +145,6 @@ class ConvolutionDerivatives(BaseDerivatives):
     """What both kinds of convolution share, such as a bias for each channel."""
 
     params = ("weight", "bias")
-    repeats_output = always  # from the input and the parameters
-    jacobian_is_constant = always  # the kernel alone says what it is
     # stride, padding, dilation, whether it is transposed, and output padding
     _options: Callable[[Context], tuple[Any, ...]]
     # brings V weights to one, with outputs in the order group, vector, channel of the group
@@ -223,6 +221,7 @@ class ConvNDDerivatives(ConvolutionDerivatives):
     kronecker_rows_are_constant = True
     kronecker_rows_are_shared = True
     squares_with_input = True
+    # the kernel alone says what the Jacobian is, and with the input what the output is
     hessian_is_zero = is_linear_in_params = jacobian_is_constant = repeats_output = always
     param_vjp_reads_inputs_alone = ConvolutionDerivatives.param_vjp_reads_inputs_alone
 
