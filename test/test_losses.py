@@ -617,6 +617,20 @@ def test_all_targets_are_ignored(weight: Tensor | None, smoothing: float) -> Non
         assert not as_matrix(p.ggnmp, p).any() and not as_matrix(p.hmp, p).any()
 
 
+@pytest.mark.parametrize("name", ["DiagGGNExact", "DiagGGNMC", "DiagHessian", "HMP", "KFRA"])
+def test_cross_entropy_of_one_row_needs_a_batch_axis(name: str) -> None:
+    """The scores of a sample, ``[C]``: those of an axis that is not there are no IndexError."""
+    model, scores = extend(nn.Linear(3, 4)), torch.rand(4, requires_grad=True)
+    if name != "KFRA":  # which has another error for the function that takes the row
+        scores = model(torch.rand(2, 3))[0]
+    value = extend(nn.CrossEntropyLoss())(scores, torch.tensor(1))
+    shown = r"CrossEntropyLoss.*: the prediction needs a batch axis, got shape \[4\]"
+    with pytest.raises(ValueError, match=shown):
+        with backpack(getattr(extensions, name)()):
+            value.backward()
+        model.bias.hmp(torch.rand(1, 4))
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_nll_of_raw_scores(weighted: bool) -> None:
     """They are no log-probabilities: there is no distribution, but a Hessian."""

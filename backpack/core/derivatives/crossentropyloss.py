@@ -42,7 +42,10 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         return c.x.softmax(1)
 
     def _scale(self, c: Context) -> Tensor:
-        """Return the factor a in front of ``diag(p) - p pᵀ``: ``[N, 1, *d]``."""
+        """Return the factor a in front of ``diag(p) - p pᵀ``: ``[N, 1, *d]``.
+
+        It is asked for before :meth:`p`, which has no axis 1 to sum over without a batch axis.
+        """
         x, y = c.input, _target(c.inputs)
         if x.dim() < 2:
             raise ValueError(
@@ -95,8 +98,8 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
 
     def hessian_root(self, c: Context) -> Tensor:
         """Return ``sqrt(a) (diag(sqrt(p)) - p sqrt(p)ᵀ)``: columns ``sqrt(a p_k) (e_k - p)``."""
-        log_p = self.log_p(c)
-        p, scale = log_p.exp(), self._scale(c)
+        scale, log_p = self._scale(c), self.log_p(c)
+        p = log_p.exp()
         roots = scale.sqrt() * (log_p / 2).exp()  # the root of a p of zero: no derivative
         columns = -roots.movedim(1, 0).unsqueeze(2) * p  # [C, N, C, *d]
         columns.diagonal(0, 0, 2).add_(roots.movedim(1, -1))
@@ -109,8 +112,8 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
             return super().hessian_sum(c)
         self.check_call(c)
         self.need_convex(c)
-        p = self.p(c)
-        mass = self._scale(c) * p
+        scale, p = self._scale(c), self.p(c)
+        mass = scale * p
         return torch.addmm(mass.sum(0).diag(), mass.mT, p, alpha=-1)
 
     @fast.body("The Cholesky factor has a column less.", *SOFTMAX)
@@ -144,7 +147,7 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         """Return ``sqrt(a) (p - e_y)`` with y drawn from p."""
         c = c.at(None)
         self.need_convex(c)
-        p, scale = self.p(c), self._scale(c)
+        scale, p = self._scale(c), self.p(c)
         one_hot = p.new_zeros(mc_samples, *p.shape).scatter_(2, _drawn(p.detach(), mc_samples), 1)
         return scale.sqrt() * (p - one_hot)
 
@@ -161,14 +164,14 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         """Apply ``a (diag(p) - p pᵀ)``."""
 
         def compute() -> tuple[Tensor, Tensor]:
-            return self.p(c), self._scale(c)
+            return self._scale(c), self.p(c)
 
         if torch.is_grad_enabled():  # each product has a graph of its own
-            p, scale = compute()
+            scale, p = compute()
         else:
             tensors = (c.input, c.inputs[1], c.params.get("weight"))
             rows = tuple(c.rows) if isinstance(c.rows, list) else c.rows
-            p, scale = memoise(c.saved, "p", tensors, (rows,), compute)
+            scale, p = memoise(c.saved, "p", tensors, (rows,), compute)
         product = p * t
         return scale * torch.addcmul(product, p, product.sum(2, keepdim=True), value=-1)
 
