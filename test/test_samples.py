@@ -1093,3 +1093,83 @@ def test_one_warning_of_layers_with_other_rows() -> None:
         loss.backward()
     (message,) = [str(w.message) for w in caught if "individual gradients of" in str(w.message)]
     assert "use_converter=True" in message
+
+
+class SequenceFirst(nn.Module):
+    """Layers and functions behind one that has the sequence first."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.table = kind, nn.Embedding(7, 4)
+        self.lstm, self.attention = nn.LSTM(4, 4), nn.MultiheadAttention(4, 2)
+        encoder = nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0)
+        self.encoder = nn.TransformerEncoder(encoder, 1, enable_nested_tensor=False)
+        self.norm, self.hidden, self.head = nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "recurrent":
+            return self.head(self.hidden(self.lstm(self.table(x))[0]).relu())[-1]
+        if self.kind == "encoder":
+            return self.head(self.encoder(self.table(x).transpose(0, 1)).mean(0))
+        z = self.table(x)
+        z = z + self.attention(z, z, z)[0]
+        return self.head((z + self.hidden(self.norm(z + 1)).relu()).mean(0))
+
+
+@pytest.mark.parametrize("length", [3, 4])
+@pytest.mark.parametrize("kind", ["recurrent", "encoder", "attention"])
+def test_sequences_first_as_long_as_the_batch(kind: str, length: int) -> None:
+    """The functions are looked at along the axis where the samples are: nothing to warn of."""
+    shape, axis = ((4, length), 0) if kind == "encoder" else ((length, 4), 1)
+    X, y = torch.randint(7, shape), torch.randint(3, (4,))
+    plain = SequenceFirst(kind).double()
+    model = extend(copy.deepcopy(plain))
+    with warnings.catch_warnings(), backpack(extensions.BatchGrad()):
+        warnings.simplefilter("error")
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    own = dict(model.named_parameters())
+    for n in range(4):
+        plain.zero_grad()
+        (F.cross_entropy(plain(X.narrow(axis, n, 1)), y[n : n + 1]) / 4).backward()
+        for name, p in plain.named_parameters():
+            if p.grad is not None:
+                torch.testing.assert_close(own[name].grad_batch[n], p.grad, **TOLERANCE)
+
+
+BEHIND_A_RECURRENT_LAYER: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
+    "sum": (False, lambda z: z.sin() + z),
+    "scaled positions": (False, lambda z: z * torch.arange(4.0, dtype=z.dtype)[:, None, None]),
+    "first position": (False, lambda z: z + z[:1]),
+    "softmax of positions": (False, lambda z: z.softmax(0)),
+    "normalised features": (False, lambda z: F.layer_norm(z, (4,))),
+    "first sample": (True, lambda z: z + z[:, :1]),
+    "flipped samples": (True, lambda z: z.flip(1)),
+    "rolled samples": (True, lambda z: 2 * z.roll(1, 1)),
+    "softmax of samples": (True, lambda z: z.softmax(1)),
+    "transposed": (True, lambda z: z + z.transpose(0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND_A_RECURRENT_LAYER)
+def test_functions_of_sequences_first_as_long_as_the_batch(name: str) -> None:
+    """They are looked at along the axis where the samples are: a warning, or an error, if mixed."""
+    mixes, function = BEHIND_A_RECURRENT_LAYER[name]
+
+    class Behind(SequenceFirst):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(function(self.lstm(self.table(x))[0])).mean(0)
+
+    model = extend(Behind("").double())
+    loss = extend(nn.CrossEntropyLoss())(
+        model(torch.randint(7, (4, 4))), torch.tensor([0, 1, 2, 0])
+    )
+    told = ""
+    with warnings.catch_warnings(), backpack(extensions.BatchGrad()):
+        warnings.simplefilter("error")
+        try:
+            loss.backward()
+        except (UserWarning, ValueError) as problem:
+            told = str(problem)
+    assert bool(told) == mixes
+    if mixes:
+        assert "functions before 'head'" in told or "'head' (Linear)" in told

@@ -66,7 +66,7 @@ def are_apart(
         None if that cannot be found out.
     """
     known = _known.setdefault(module, {})
-    key = (is_loss, describe_structure(path, sources))
+    key = (is_loss, axis, describe_structure(path, sources))
     verdict = known.get(key)
     if verdict is None:
         apart = _evaluate(path, sources, axis, is_loss, spread)

@@ -218,7 +218,7 @@ class SampleFlow:
         layout = call.layouts_in[i]
         if layout is not None and not layout.is_batched:  # such as what a parametrisation reads
             return
-        axis = _axis(call, i)
+        axis = _axis_read(call, i)
         if axis < x.dim() and any(given.is_moved(x, axis, i == 0) for given in self.given):
             self.found.functions[f"functions of the data before {describe(call.module)}"] = None
 
@@ -273,8 +273,9 @@ class SampleFlow:
         if foreign:
             self.uses.watch(foreign)
         sources = {key: mark for key, mark in path.sources.items() if samples_in(mark)}
+        axis = _axis_read(call, i)
         if not is_loss:  # other numbers of rows are noted where there are parameters
-            rows = shape[_axis(call, i)]
+            rows = shape[axis]
             if call.is_unbatched or i in call.unbatched_inputs:  # what has none is made of several
                 if any(samples_in(mark) > 1 for mark in sources.values()):
                     self._note_functions(call, path)
@@ -285,7 +286,7 @@ class SampleFlow:
         if foreign:
             self.found.unknown[f"functions before {describe(call.module)}"] = None
             return
-        apart = are_apart(call.module, path, sources, _axis(call, i), is_loss)
+        apart = are_apart(call.module, path, sources, axis, is_loss)
         if apart is None and not all(map(is_unpacked, path.nodes)):
             self.found.unknown[f"functions before {describe(call.module)}"] = None
         if apart is False:
@@ -362,6 +363,20 @@ def _axis(call: Visit, i: int, out: bool = False) -> int:
     if call.rows_are_samples or rule is None or rule.batch_axis is not BatchAxis.FIXED:
         return 0
     return (rule.batch_axis_out if out else rule.batch_axis_in)(call.module, i)
+
+
+def _axis_read(call: Visit, i: int) -> int:
+    """Return the axis along which the samples of an input are read: where they are, if it may be.
+
+    Behind a recurrent layer or attention that has the sequence first, that is not the first one.
+    """
+    rule, layout, shape = call.derivatives, call.layouts_in[i], call.shape_in[i]
+    if rule is None or rule.batch_axis is BatchAxis.FIXED or call.rows_are_samples:
+        return _axis(call, i)
+    place = None if layout is None or shape is None else layout.place(shape)
+    if place is None or place.is_scattered or place.samples != (shape or ())[place.axis]:
+        return 0
+    return place.axis
 
 
 def _combines_entries(call: Visit) -> bool:
