@@ -338,6 +338,66 @@ def test_one_warning_for_a_class_of_unknown_modules() -> None:
     torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
 
 
+def test_one_warning_for_all_extensions_and_parameters() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.scale, self.shift = nn.Parameter(torch.rand(2)), nn.Parameter(torch.rand(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.scale + self.shift
+
+    loss = extend(nn.CrossEntropyLoss())(extend(Scaled())(torch.rand(4, 3)), torch.tensor([0] * 4))
+    exts = extensions.BatchGrad(), extensions.Variance(), extensions.BatchL2Grad()
+    with warnings.catch_warnings(record=True) as caught, backpack(*exts):
+        warnings.simplefilter("always")
+        loss.backward()
+    (message,) = [str(w.message) for w in caught]
+    assert all(f"{type(ext).__name__} (savefield" in message for ext in exts)
+    assert "no rule for the parameters scale, shift of Scaled" in message
+
+
+def test_extensions_that_fail_in_different_ways() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + torch.rand(1)
+
+    model, (warning, silent, error) = extend(Scaled(3, 2)), (extensions.BatchGrad() for _ in "123")
+    for ext, mode in zip((warning, silent, error), ("WARNING", "SILENT", "ERROR"), strict=True):
+        ext.__init__()
+        ext._fail_mode, ext.savefield = mode, mode.lower()
+    with (
+        backpack(warning, silent, error),
+        pytest.warns(UserWarning, match=r"^BatchGrad \(savefield 'warning'\): "),
+        pytest.raises(NotImplementedError, match=r"^BatchGrad \(savefield 'error'\): "),
+    ):
+        extend(nn.CrossEntropyLoss())(model(torch.rand(4, 3)), torch.tensor([0] * 4)).backward()
+
+
+@pytest.mark.parametrize("converter", [True, "record"])
+@pytest.mark.parametrize("ext", [extensions.BatchGrad, extensions.DiagGGNExact])
+def test_penalty_inside_of_a_converted_model(converter: Any, ext: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.layer(x), self.layer.weight.square().sum()
+
+    output, penalty = extend(Model(), use_converter=converter)(torch.rand(4, 3))
+    loss = extend(nn.CrossEntropyLoss())(output, torch.tensor([0] * 4)) + 0.1 * penalty
+    told = r"sum.*has no samples.*penalty.*weight_decay"
+    with (
+        warnings.catch_warnings(),
+        backpack(ext()),
+        pytest.raises(ValueError, match=told),
+    ):
+        warnings.simplefilter("ignore")
+        loss.backward()
+
+
 def test_unsupported_frozen_module_does_not_matter_for_first_order() -> None:
     model = Net(Noise())
     model.encoder[1][0].weight.requires_grad_(False)

@@ -203,13 +203,20 @@ class BackpropExtension(ShowsOptions):
         """
         return [(p, self.savefield, value) for p, value in collected.items()]
 
-    def fail(self, message: str, error: type[Exception] = NotImplementedError) -> None:
-        """Raise, warn or do nothing, as ``fail_mode`` says."""
-        message = f"{type(self).__name__} (savefield {self.savefield!r}): {message}"
-        if self._fail_mode == FAIL_ERROR:
-            raise error(message)
-        if self._fail_mode == FAIL_WARN:
-            warn(message)
+    def fail(
+        self,
+        message: str,
+        error: type[Exception] = NotImplementedError,
+        others: Sequence[BackpropExtension] = (),
+    ) -> None:
+        """Raise, warn or do nothing, as ``fail_mode`` says, together with other extensions."""
+        for mode in (FAIL_WARN, FAIL_ERROR):
+            exts = [ext for ext in (self, *others) if ext._fail_mode == mode]
+            names = [f"{type(ext).__name__} (savefield {ext.savefield!r})" for ext in exts]
+            if names and mode == FAIL_ERROR:
+                raise error(f"{', '.join(names)}: {message}")
+            if names:
+                warn(f"{', '.join(names)}: {message}")
 
 
 class ChoosesSamples(BackpropExtension):

@@ -31,7 +31,7 @@ from backpack.core import memory
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine import checks, results
 from backpack.core.engine.combining import NO_GRAPH, Combining
-from backpack.core.engine.extracted import names_of
+from backpack.core.engine.extracted import fail, names_of
 from backpack.core.engine.first_order import FirstOrder
 from backpack.core.engine.intercept import Entry
 from backpack.core.engine.layers_of_functions import find_layers
@@ -161,8 +161,7 @@ class BackwardPass:
         if not state.disabled:
             configuration = active(state.configuration)
             configuration.passes.told = True
-            for ext in configuration.exts:
-                ext.fail(what)
+            fail(configuration.exts, what)
 
     @classmethod
     def completed(cls, call: Visit) -> None:

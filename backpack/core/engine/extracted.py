@@ -144,6 +144,14 @@ def names_of(exts: Sequence[Extension]) -> str:
     return ", ".join(type(ext).__name__ for ext in exts)
 
 
+def fail(
+    exts: Sequence[Extension], message: str, error: type[Exception] = NotImplementedError
+) -> None:
+    """Let extensions refuse the same, with one message for all of them."""
+    if exts:
+        exts[0].fail(message, error, exts[1:])
+
+
 def named(names: Iterable[str]) -> str:
     """List quantities for a message."""
     return ", ".join(sorted(set(names) - UNNAMED))

@@ -13,6 +13,7 @@ from backpack.context import Configuration
 from backpack.core import memory
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.engine.combining import Combining
+from backpack.core.engine.extracted import fail
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan
@@ -107,13 +108,20 @@ class FirstOrder:
                 self._run_rules(ext, calls, uses_of)
         work: list[Work] = []
         rows: dict[Visit, Rows] = {}
+        refused: dict[tuple[Visit, tuple[Extension, ...]], list[str]] = {}
         for p, uses in uses_of.items():
             known = [ext for ext in exts if ext.needs and not _has_rule(ext, uses)]
-            if known and self._is_supported(known, uses):
+            unsupported = _unsupported_use(uses) if known else None
+            if unsupported is not None:
+                refusing, name = unsupported
+                refused.setdefault((refusing, tuple(known)), []).append(name)
+            elif known:
                 work.append((p, uses, known))
                 if plan is not None:
                     plan.check_one_batch(p)
                     rows |= {call: plan.rows(call, subsampling) for call, _ in uses}
+        for (refusing, alike), names in refused.items():
+            fail(alike, unsupported_reason(refusing, names) or "")
         for call, of_call in groupby(work, key=_only_call):
             gradients: dict[Visit, Use] = {}
             if call is not None:
@@ -148,15 +156,6 @@ class FirstOrder:
                 )
             run_rule(ext, rule, context_of(call, whole=True), None, self._save)
 
-    def _is_supported(self, exts: Sequence[Extension], uses: Sequence[tuple[Visit, str]]) -> bool:
-        for call, name in uses:
-            reason = unsupported_reason(call, [name])
-            if reason is not None:
-                for ext in exts:
-                    ext.fail(reason)
-                return False
-        return True
-
     def _extract(self, uses_of: Mapping[Parameter, list[Use]], exts: Sequence[Extension]) -> None:
         is_holding = not self._save.accumulates and memory.reuse(uses_of, exts)
         wanted = self._wanted
@@ -171,8 +170,7 @@ class FirstOrder:
         """Refuse parameters of a call that passes inside of, or around, this one use as well."""
         for p in call.trained.values():
             if p in others:
-                for ext in self.exts:
-                    ext.fail(IN_PARTS.format(describe(call.module), list(p.shape)))
+                fail(self.exts, IN_PARTS.format(describe(call.module), list(p.shape)))
 
     def mark(self, results: Writer, marks: Mapping[str, Any]) -> None:
         """Note at results what belongs to them, such as the gradient that autograd accumulates."""
@@ -227,6 +225,11 @@ def unsupported_reasons(calls: Iterable[Visit]) -> dict[Visit, str]:
     """Explain for each call without derivatives, or without those for what it trains, why."""
     reasons = ((call, unsupported_reason(call, call.trained)) for call in calls)
     return {call: reason for call, reason in reasons if reason is not None}
+
+
+def _unsupported_use(uses: Sequence[tuple[Visit, str]]) -> tuple[Visit, str] | None:
+    """Return the first use of a parameter for which there are no derivatives."""
+    return next((use for use in uses if unsupported_reason(use[0], [use[1]]) is not None), None)
 
 
 def unsupported_reason(call: Visit, names: Collection[str]) -> str | None:

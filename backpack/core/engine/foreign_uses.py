@@ -12,7 +12,7 @@ from torch.nn import Module, Parameter
 
 from backpack.context import CTX
 from backpack.core.engine import checks
-from backpack.core.engine.extracted import names_of
+from backpack.core.engine.extracted import fail, names_of
 from backpack.core.engine.paths import HiddenGradients
 from backpack.core.record.alive import all_live_calls, is_used
 from backpack.core.record.given import Given
@@ -86,14 +86,17 @@ class ForeignUses:
 
     def tell(self) -> None:
         """Refuse parameters of extended models that functions use as well."""
+        shapes: dict[Visit, list[str]] = {}
         for call, leaf, is_certain in self.waiting:
-            for ext in self.exts if is_certain or self.is_of_layer(leaf) else ():
-                ext.fail(
-                    f"a parameter of shape {list(leaf.shape)} that belongs to an extended module "
-                    "is also used by a function (or a module that was not extended) whose result "
-                    f"{call!r} reads. That use is not counted. {checks.CONVERT} Extend layers that "
-                    "are new."
-                )
+            if is_certain or self.is_of_layer(leaf):
+                shapes.setdefault(call, []).append(f"a parameter of shape {list(leaf.shape)}")
+        for call, names in shapes.items():
+            fail(
+                self.exts,
+                f"{checks.listed(names)} that belongs to an extended module is also used by a "
+                f"function (or a module that was not extended) whose result {call!r} reads. That "
+                f"use is not counted. {checks.CONVERT} Extend layers that are new.",
+            )
         self.waiting.clear()
 
     def tell_hidden(self, inside: Collection[Parameter]) -> None:
@@ -102,8 +105,8 @@ class ForeignUses:
         Such passes have used the modules of those that are ``inside``.
         """
         shapes = [str(list(p.shape)) for p in self.hidden.found if p not in inside]
-        for ext in self.exts if shapes else ():
-            ext.fail(HIDDEN.format(checks.listed(shapes)))
+        if shapes:
+            fail(self.exts, HIDDEN.format(checks.listed(shapes)))
 
     def tell_penalties(self, leaves: Mapping[Tensor, str]) -> None:
         """Warn of penalties: parameters of the models that functions beside the modules read."""

@@ -489,7 +489,12 @@ class Plan:
                 f"`includes_children = True` in {name}, and name the parameters of children in its "
                 "`params`, as 'child.weight'."
             )
+        penalty = (
+            " It has no samples: add a penalty outside of the model, or leave it to the optimiser "
+            "(weight_decay)."
+        )
         return (
             f"the output of {call!r} influences what backward() was called on, but not through "
             f"the extended loss {', '.join(repr(loss) for loss in self.losses)}."
+            + (penalty if call.is_unbatched else "")
         )

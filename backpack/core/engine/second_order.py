@@ -14,7 +14,7 @@ from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine import checks
 from backpack.core.engine.changed_gradients import CHANGED, find_changed, look_around_hooks
 from backpack.core.engine.combining import Combining
-from backpack.core.engine.extracted import names_of
+from backpack.core.engine.extracted import fail, names_of
 from backpack.core.engine.first_order import unsupported_reasons
 from backpack.core.engine.modified_losses import check_losses
 from backpack.core.engine.other_rows import tell_other_rows
@@ -136,15 +136,14 @@ class SecondOrder:
         unreached = plan.find_unreached() if gap is None else None
         looked_at = [call for call in plan.everything if call.trained or call in plan.calls]
         unsupported = unsupported_reasons(looked_at)
-        for ext in self.exts:
-            if unreached is not None and ext.needs:
-                nested = is_nested and not plan.losses
-                ext.fail(NESTED if nested else plan.why_unreached(unreached), ValueError)
-            for call, reason in unsupported.items():
-                if not ext.rules or ext.rule_for(call.module) is None:
-                    ext.fail(reason)
-            if gap is not None:
-                ext.fail(gap, ValueError)
+        if unreached is not None:
+            nested = is_nested and not plan.losses
+            reason = NESTED if nested else plan.why_unreached(unreached)
+            fail([ext for ext in self.exts if ext.needs], reason, ValueError)
+        for call, reason in unsupported.items():
+            fail([ext for ext in self.exts if ext.rule_for(call.module) is None], reason)
+        if gap is not None:
+            fail(self.exts, gap, ValueError)
 
     def _tell_uncalled_layers(self, plan: Plan, sample_flow: SampleFlow) -> None:
         """Warn of parameters that functions have read, and no call: nothing is computed."""
