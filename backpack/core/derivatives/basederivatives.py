@@ -20,7 +20,8 @@ from torch import Tensor
 from backpack.core import fast
 from backpack.core.derivatives.by_autograd import has_second_derivative, second_products
 from backpack.core.derivatives.evaluation import Evaluation
-from backpack.core.derivatives.interface import Interface, own_attributes
+from backpack.core.derivatives.interface import own_attributes
+from backpack.core.derivatives.parameters import ParameterProducts
 from backpack.core.derivatives.vectors import listed
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.module_state import describe
@@ -53,7 +54,7 @@ FACTS: Mapping[tuple[str, ...], Set[str]] = {
 }
 
 
-class BaseDerivatives(Interface):
+class BaseDerivatives(ParameterProducts):
     """Derivatives of a module: products with its Jacobians and its second derivative.
 
     A subclass implements ``vjp`` and, for each name in ``params``, ``<name>_vjp``, or ``affine``

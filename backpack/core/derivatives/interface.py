@@ -8,16 +8,15 @@ have this form, too (:mod:`~backpack.core.derivatives.forms`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, partialmethod
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Size, Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.forms import INHERITED, Form, translations
 from backpack.core.derivatives.loss_hessian import at_rows, chosen_rows
-from backpack.core.derivatives.parameters import ParameterProducts
 from backpack.core.derivatives.vectors import listed
 from backpack.core.record.context import Context, at_hand
 from backpack.core.record.module_state import describe
@@ -41,7 +40,7 @@ def own_attributes(cls: type) -> dict[str, Any]:
     return own
 
 
-class Interface(ParameterProducts):
+class Interface:
     """Products with ``(module, g_inp, g_out, mat)`` as arguments.
 
     They are about the call of ``module`` at hand. ``g_out`` are gradients with respect to its
@@ -51,6 +50,16 @@ class Interface(ParameterProducts):
     several outputs, one at the outputs has an entry for each, or is that of the first alone. What
     has several parts is returned as a tuple. A shape that does not match is a ``ValueError``.
     """
+
+    params: ClassVar[tuple[str, ...]]
+    axis_in: Callable[..., int]
+    axis_out: Callable[..., int]
+    shape_of_rows: Callable[..., Size]
+    shapes_out: Callable[[Context], Sequence[Size]]
+    has_sample_tangents: Callable[..., bool]
+    param_names: Callable[..., Sequence[str]]
+    own: Callable[..., Mapping[str, Any]]
+    parameter: Callable[[Context, str], Tensor]
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Give a rule that is written in the form of the interface the methods of ours."""

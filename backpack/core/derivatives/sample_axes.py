@@ -11,6 +11,7 @@ from torch import Size, Tensor
 from torch.nn import Module
 
 from backpack.core import fast
+from backpack.core.derivatives.interface import Interface
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout, unbatched
@@ -30,7 +31,7 @@ class BatchAxis(Enum):
     FOLLOWED = "wherever the tensors have it: the rule finds out where it goes"
 
 
-class SampleAxes:
+class SampleAxes(Interface):
     """The part of a rule that is about samples: see :class:`BaseDerivatives` for the others.
 
     Attributes:
