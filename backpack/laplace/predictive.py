@@ -202,8 +202,8 @@ def log_concentrations(mean: Tensor, covariance: Tensor) -> Tensor:
         raise ValueError(
             "The Laplace bridge needs several classes, and logits whose variances are positive "
             f"without what all have in common, got {count} classes, and "
-            f"{int((variances <= round_off).sum())} of {variances.numel()} variances that are zero."
-            " Use 'probit', 'monte carlo' or 'sampling'."
+            f"{int((variances <= round_off).sum())} of {variances.numel()} variances that cannot "
+            f"be told from zero in {mean.dtype}. Use 'probit', 'monte carlo' or 'sampling'."
         )
     of_others = mu + (-mu).logsumexp(1, keepdim=True) - 2 * log(count)
     constant = mu.new_tensor(1 - 2 / count).log()

@@ -360,8 +360,11 @@ def of_chosen(operator: LinearOperator, chosen: Tensor) -> SpectralOperator:
     single = torch.promote_types(dense.dtype, torch.float32)  # eigh knows none in less
     wide = torch.float64 if dense.device.type != "mps" else single
     values, vectors = torch.linalg.eigh((dense + dense.T).to(wide) / 2)
-    round_off = 10 * torch.finfo(single).eps * values.abs().max()  # that of the entries
-    values = torch.where(values.abs() > round_off, values, 0).to(dense.dtype)
+    largest = values.abs().max()
+    is_zero = values.abs() <= 10 * torch.finfo(single).eps * largest
+    # entries in half precision: what is negative by their rounding alone is zero as well
+    is_zero |= (values < 0) & (-values <= 10 * torch.finfo(dense.dtype).eps * largest)
+    values = values.masked_fill(is_zero, 0).to(dense.dtype)
     rest = values.new_zeros(len(chosen) - count)
     order = torch.cat([chosen.nonzero().flatten(), (~chosen).nonzero().flatten()])
     blocks = [[vectors.to(dense.dtype)], [torch.ones_like(rest)]] if len(rest) else [[vectors]]
