@@ -89,13 +89,17 @@ class ForeignUses:
         shapes: dict[Visit, list[str]] = {}
         for call, leaf, is_certain in self.waiting:
             if is_certain or self.is_of_layer(leaf):
-                shapes.setdefault(call, []).append(f"a parameter of shape {list(leaf.shape)}")
-        for call, names in shapes.items():
+                shapes.setdefault(call, []).append(str(list(leaf.shape)))
+        for call, of_leaves in shapes.items():
+            what = f"a parameter of shape {of_leaves[0]} that belongs to an extended module is"
+            if len(of_leaves) > 1:
+                names = checks.listed(of_leaves)
+                what = f"parameters of shapes {names} that belong to extended modules are"
             fail(
                 self.exts,
-                f"{checks.listed(names)} that belongs to an extended module is also used by a "
-                f"function (or a module that was not extended) whose result {call!r} reads. That "
-                f"use is not counted. {checks.CONVERT} Extend layers that are new.",
+                f"{what} also used by a function (or a module that was not extended) whose result "
+                f"{call!r} reads. That use is not counted. {checks.CONVERT} Extend layers that are "
+                "new.",
             )
         self.waiting.clear()
 
