@@ -126,7 +126,8 @@ class Predictive(Posterior):
         r"""Return the concentrations α of a Dirichlet distribution over probabilities, ``[N, C]``.
 
         The Laplace bridge. The linearised outputs f of ``CrossEntropyLoss`` are centred, ``f - mean
-        f``, which leaves their softmax as it is. Of their mean μ and covariance Σ,
+        f``, which leaves their softmax as it is. (The paper conditions them on a sum of zero, which
+        changes its distribution.) Of their mean μ and covariance Σ,
 
         .. math:: \alpha_k = \frac{1}{\Sigma_{kk}}
             \left(1 - \frac{2}{C} + \frac{e^{\mu_k}}{C^2} \sum_l e^{-\mu_l}\right)

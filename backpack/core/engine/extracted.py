@@ -148,8 +148,10 @@ def fail(
     exts: Sequence[Extension], message: str, error: type[Exception] = NotImplementedError
 ) -> None:
     """Let extensions refuse the same, with one message for all of them."""
-    if exts:
+    if len(exts) > 1:
         exts[0].fail(message, error, exts[1:])
+    elif exts:  # a class of yours may have a fail of its own, without others
+        exts[0].fail(message, error)
 
 
 def named(names: Iterable[str]) -> str:
