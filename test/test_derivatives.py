@@ -430,6 +430,7 @@ def test_rows_are_not_copied() -> None:
         assert map_rows(lambda rows: 2 * rows, one).stride() == one.stride()
 
 
+@pytest.mark.slow
 @each_with_params
 @pytest.mark.parametrize("v", [1, 5, 33])
 def test_reductions(probe: Probe, v: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -928,6 +929,7 @@ MARGINS = {"before": (0, 3), "after": (0, 3)}
 AXES = st.builds(Axis, **{name: st.integers(*ends) for name, ends in (SIZES | MARGINS).items()})
 
 
+@pytest.mark.slow
 @given(axes=st.lists(AXES, min_size=1, max_size=3), channels=st.integers(1, 2))
 @settings(max_examples=100, deadline=None)
 def test_patch_gram(axes: list[Axis], channels: int) -> None:

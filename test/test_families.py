@@ -100,6 +100,7 @@ def test_the_plain_pass_goes_over_all_batches() -> None:
     assert plain_pass(problem, work)() == {}
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "families.json"
     arguments = ["--works", "gram", "--problems", "tiny-transformer", "--peers", "vmap"]

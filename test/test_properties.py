@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import oracle
+import pytest
 import torch
 from cases import (
     Case,
@@ -26,6 +27,8 @@ from test_quantities import TOLERANCE, run
 from torch import Tensor, nn
 
 from backpack import extensions
+
+pytestmark = pytest.mark.slow
 
 Draw = Callable[[st.SearchStrategy], Any]
 

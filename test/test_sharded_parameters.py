@@ -142,6 +142,7 @@ def _every_quantity(rank: int, count: int) -> None:
                     )
 
 
+@pytest.mark.slow
 def test_every_quantity(tmp_path: Path) -> None:
     in_processes(_every_quantity, tmp_path)
 
