@@ -524,6 +524,23 @@ def test_factors_that_a_network_has_a_part_in_warn() -> None:
                 assert "not through the extended loss" in str(error)
 
 
+@pytest.mark.parametrize("change", ["penalty", "factor"])
+def test_penalties_of_computed_parameters_warn(change: str) -> None:
+    """Parameters that a function has made are no leaves: what reads them is no constant, either."""
+    model, (X, y) = extend(mlp()), data()
+    own = {name: (0.5 * p.detach()).requires_grad_() for name, p in model.named_parameters()}
+    weights = {name: 2 * p for name, p in own.items()}
+    loss = extend(nn.CrossEntropyLoss())(torch.func.functional_call(model, weights, (X,)), y)
+    read = weights["0.weight"].square().sum()
+    modified = {"penalty": loss + read, "factor": loss * read.exp()}[change]
+    with (
+        backpack(extensions.DiagHessian()),
+        pytest.warns(UserWarning, match="modified after CrossEntropyLoss"),
+    ):
+        modified.backward()
+    assert weights["0.weight"].diag_h.shape == weights["0.weight"].shape
+
+
 def test_uses_by_functions_are_told_of_once_for_each_of_them() -> None:
     model = extend(nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)))
     x = torch.rand(5, 1, requires_grad=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from typing import Any
 
 import torch
@@ -73,6 +73,8 @@ def _nonlinear_node(root: Tensor, losses: set[Any], params: Collection[Tensor]) 
     """
     if origin(root) in losses or root.grad_fn is None:
         return None
+    # those that functions have computed, for torch.func.functional_call, have no leaf of their own
+    computed = {(p.grad_fn, p.output_nr) for p in params if p.grad_fn is not None}
     stack, seen = [(root.grad_fn, root.output_nr)], set()
     while stack:
         node, slot = stack.pop()
@@ -81,7 +83,7 @@ def _nonlinear_node(root: Tensor, losses: set[Any], params: Collection[Tensor]) 
             continue
         seen.add(node)
         above = [(parent, nr) for parent, nr in node.next_functions if parent is not None]
-        parents = [one for one in above if not _is_constant(one, params)]
+        parents = [one for one in above if not _is_constant(one, params, computed)]
         if above and not parents:
             continue
         name = node.name().removesuffix("Backward0").removesuffix("Backward1")
@@ -94,14 +96,19 @@ def _nonlinear_node(root: Tensor, losses: set[Any], params: Collection[Tensor]) 
     return None
 
 
-def _is_constant(start: tuple[Any, int], params: Collection[Tensor]) -> bool:
-    """Whether a gradient function leads to no recorded call, and to none of some parameters."""
+def _is_constant(
+    start: tuple[Any, int], params: Collection[Tensor], computed: Set[tuple[Any, int]]
+) -> bool:
+    """Whether a gradient function leads to no recorded call, and to none of some parameters.
+
+    Those that are ``computed`` are known by their gradient functions.
+    """
     stack, seen = [start], set()
     while stack:
         node, slot = stack.pop()
         if is_foreign_function(node) or ("backpack", slot) in node.metadata:
             return False
-        if getattr(node, "variable", None) in params:
+        if getattr(node, "variable", None) in params or (node, slot) in computed:
             return False
         above = [(parent, nr) for parent, nr in node.next_functions if parent is not None]
         stack += [one for one in above if one not in seen]
