@@ -343,6 +343,21 @@ def test_temperature_is_the_noise_of_regression() -> None:
     assert_close(hot.log_marginal_likelihood(), expected)
 
 
+@pytest.mark.parametrize("limits", [(10.0, 1.0), (1.0, float("inf")), (1.0, float("nan"))])
+def test_limits_without_a_number_between(limits: tuple[float, float]) -> None:
+    """What is next to the best of an empty grid is no maximum. All stays as it was."""
+    data = [(torch.rand(4, 5), torch.rand(4, 3))]
+    laplace = Laplace(nn.Linear(5, 3), nn.MSELoss(), data)
+    known = laplace.prior_precision, laplace.noise
+    with pytest.raises(ValueError, match="largest prior precision is a number from the smallest"):
+        laplace.fit_prior_precision(*limits)
+    with pytest.raises(ValueError, match="largest prior precision is a number from the smallest"):
+        laplace.fit_prior_precision(*limits, validation=data)
+    with pytest.raises(ValueError, match="largest noise is a number from the smallest one, 1"):
+        laplace.fit_noise(1.0, limits[1] / 20)
+    assert (laplace.prior_precision, laplace.noise) == known
+
+
 def test_wrong_temperatures() -> None:
     """All stays as it was."""
     model, loss, X, y = problem("mlp")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from math import exp, log, pi
+from math import exp, inf, log, pi
 from typing import Any, Literal
 
 import torch
@@ -74,12 +74,12 @@ class Laplace(Predictive):
             δ; by the names of the parameters, unless it is one for the model.
 
         Raises:
-            ValueError: If the curvature has no block for each parameter, is not positive definite
-                with the smallest value, or there is no such kind; with other data if they have
-                no finite likelihood, for another loss than those of :meth:`predict`, and as for
-                :meth:`outputs`.
+            ValueError: If no number is between the limits, the curvature has no block for each
+                parameter, is not positive definite with the smallest value, or there is no such
+                kind; with other data if they have no finite likelihood, for another loss than those
+                of :meth:`predict`, and as for :meth:`outputs`.
         """
-        positive(lowest, "smallest prior precision")
+        _check_limits(lowest, highest, "prior precision")
         if per not in ("model", "layer", "parameter"):
             raise ValueError(f"per is 'model', 'layer' or 'parameter', got {per!r}.")
         if validation is not None:
@@ -177,11 +177,11 @@ class Laplace(Predictive):
             The standard deviation of the targets of ``MSELoss``.
 
         Raises:
-            ValueError: If the loss is another, or with the largest precision of the targets, there
-                is no normal distribution.
+            ValueError: If the loss is another, no number is between the limits, or with the largest
+                precision of the targets, there is no normal distribution.
         """
         self._check_has_noise()
-        positive(lowest, "smallest noise")
+        _check_limits(lowest, highest, "noise")
         spectrum = self._given.spectrum.double() / self._temperature
         each = by_parameter(self.prior_precision, self._names, "prior precision")
         by_weight = self._by_weight(self.mean.new_tensor(each))
@@ -195,6 +195,20 @@ class Laplace(Predictive):
 
         self.noise = exp(_maximum(evidence, log(lowest), log(highest)))
         return self.noise
+
+
+def _check_limits(lowest: float, highest: float, what: str) -> None:
+    """Refuse limits between which there is no positive number.
+
+    Raises:
+        ValueError: If there is none, or the largest one is not finite.
+    """
+    positive(lowest, f"smallest {what}")
+    if not lowest <= highest < inf:
+        raise ValueError(
+            f"The largest {what} is a number from the smallest one, {lowest:g}, on, got "
+            f"{highest:g}."
+        )
 
 
 def _maximum(function: Callable[[float], float], low: float, high: float) -> float:
