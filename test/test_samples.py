@@ -1136,6 +1136,44 @@ def test_sequences_first_as_long_as_the_batch(kind: str, length: int) -> None:
                 torch.testing.assert_close(own[name].grad_batch[n], p.grad, **TOLERANCE)
 
 
+@pytest.mark.parametrize("converter", [False, True])
+@pytest.mark.parametrize("name", ["sine", "scaled positions", "centred samples"])
+def test_functions_long_before_a_layer_with_the_sequence_first(name: str, converter: bool) -> None:
+    """That layer says where the samples of the one before are; the first layer is not told."""
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "sine": lambda z: z.sin(),
+        "scaled positions": lambda z: z * torch.arange(4.0, dtype=z.dtype)[:, None, None],
+        "centred samples": lambda z: z - z.mean(1, keepdim=True),
+    }
+
+    class Before(SequenceFirst):
+        def forward(self, x: Tensor) -> Tensor:
+            z = functions[name](self.norm(x))
+            return self.head(self.lstm(self.hidden(z))[0])[-1]
+
+    X, y = torch.rand(4, 4, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
+    plain = Before("").double()
+    model = extend(copy.deepcopy(plain), use_converter=converter)
+    loss = extend(nn.CrossEntropyLoss(reduction="sum"))(model(X), y)
+    told = ""
+    with warnings.catch_warnings(), backpack(extensions.BatchGrad()):
+        warnings.simplefilter("error")
+        try:
+            loss.backward()
+        except (UserWarning, ValueError) as problem:
+            told = str(problem)
+    if not converter:
+        assert "mixes the samples of a batch, in functions before 'hidden'" in told
+    elif name == "centred samples":
+        assert told
+    else:
+        F.cross_entropy(plain(X[:, 2:3]), y[2:3]).backward()
+        torch.testing.assert_close(
+            model.norm.weight.grad_batch[2], plain.norm.weight.grad, **TOLERANCE
+        )
+        assert not told
+
+
 BEHIND_A_RECURRENT_LAYER: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
     "sum": (False, lambda z: z.sin() + z),
     "scaled positions": (False, lambda z: z * torch.arange(4.0, dtype=z.dtype)[:, None, None]),

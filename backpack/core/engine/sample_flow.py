@@ -373,6 +373,8 @@ def _axis_read(call: Visit, i: int) -> int:
     rule, layout, shape = call.derivatives, call.layouts_in[i], call.shape_in[i]
     if rule is None or rule.batch_axis is BatchAxis.FIXED or call.rows_are_samples:
         return _axis(call, i)
+    if layout is None and call.origins_in[i] is not None and rule.batch_axis is BatchAxis.LEADING:
+        layout = call.layouts_out[0]  # which a layer behind may have said, past what is between
     place = None if layout is None or shape is None else layout.place(shape)
     if place is None or place.is_scattered or place.samples != (shape or ())[place.axis]:
         return 0
