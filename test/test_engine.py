@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import math
+import re
 import sys
 import warnings
 import weakref
@@ -1082,7 +1083,8 @@ def test_weight_norm_of_layers_with_a_module_in_them() -> None:
     recorded = extend(copy.deepcopy(model), use_converter="record")
     with pytest.warns(UserWarning, match=r"no rule for .* Use .*use_converter=True") as caught:
         run(model, extensions.BatchGrad(), batch=batch)
-    named = [str(warning.message).partition(" of ")[0].split()[-1] for warning in caught]
+    found = [re.search(r"the parameters (.+?) of '", str(warning.message)) for warning in caught]
+    named = [name for each in found if each is not None for name in each[1].split(", ")]
     assert sorted(named) == sorted(2 * ["bias", "original0", "original1"])
     assert not any(hasattr(p, "grad_batch") for p in model.parameters())
     run(recorded, extensions.BatchGrad(), batch=batch)
