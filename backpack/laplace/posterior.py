@@ -38,7 +38,7 @@ from backpack.utils.by_name import (
 )
 from backpack.utils.convert_parameters import parameter_list_to_vector
 
-Self = TypeVar("Self", bound="Posterior")
+T = TypeVar("T", bound="Posterior")
 # What a state has of a posterior, beside what may be set.
 SAVED = ("mean", "_uncertain", "_is_uncertain", "_others", "_summed", "_num_targets", "_is_one")
 
@@ -353,13 +353,13 @@ class Posterior:
 
     @classmethod
     def from_state_dict(
-        cls: type[Self],
+        cls: type[T],
         model: Module,
         loss_function: Module,
         state: Mapping[str, Any],
         use_converter: UseConverter = False,
         process_group: ProcessGroupChoice = "module",
-    ) -> Self:
+    ) -> T:
         """Make what has been saved, without the data.
 
         Args:
@@ -414,7 +414,7 @@ class Posterior:
         group = None if self.process_group is None else "module"
         return {**vars(self), "process_group": group}
 
-    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self: T, memo: dict[int, Any]) -> T:
         """Copy all but the processes, over which a copy sums as well."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made

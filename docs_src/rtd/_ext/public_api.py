@@ -23,6 +23,7 @@ INTERNAL = (
     "backpack.distributed",
     "backpack.hessianfree.graph",
     "backpack.influence.",  # what the packages export is public
+    "backpack.laplace.",
     "backpack.linalg.",
     "backpack.optim.",
     "backpack.utils.batches",
