@@ -1116,6 +1116,17 @@ class SequenceFirst(nn.Module):
         return self.head((z + self.hidden(self.norm(z + 1)).relu()).mean(0))
 
 
+def what_is_told(loss: Tensor) -> str:
+    """Return the first warning or error of individual gradients; nothing if there is none."""
+    with warnings.catch_warnings(), backpack(extensions.BatchGrad()):
+        warnings.simplefilter("error")
+        try:
+            loss.backward()
+        except (UserWarning, ValueError) as problem:
+            return str(problem)
+    return ""
+
+
 @pytest.mark.parametrize("length", [3, 4])
 @pytest.mark.parametrize("kind", ["recurrent", "encoder", "attention"])
 def test_sequences_first_as_long_as_the_batch(kind: str, length: int) -> None:
@@ -1155,13 +1166,7 @@ def test_functions_long_before_a_layer_with_the_sequence_first(name: str, conver
     plain = Before("").double()
     model = extend(copy.deepcopy(plain), use_converter=converter)
     loss = extend(nn.CrossEntropyLoss(reduction="sum"))(model(X), y)
-    told = ""
-    with warnings.catch_warnings(), backpack(extensions.BatchGrad()):
-        warnings.simplefilter("error")
-        try:
-            loss.backward()
-        except (UserWarning, ValueError) as problem:
-            told = str(problem)
+    told = what_is_told(loss)
     if not converter:
         assert "mixes the samples of a batch, in functions before 'hidden'" in told
     elif name == "centred samples":
@@ -1201,13 +1206,7 @@ def test_functions_of_sequences_first_as_long_as_the_batch(name: str) -> None:
     loss = extend(nn.CrossEntropyLoss())(
         model(torch.randint(7, (4, 4))), torch.tensor([0, 1, 2, 0])
     )
-    told = ""
-    with warnings.catch_warnings(), backpack(extensions.BatchGrad()):
-        warnings.simplefilter("error")
-        try:
-            loss.backward()
-        except (UserWarning, ValueError) as problem:
-            told = str(problem)
+    told = what_is_told(loss)
     assert bool(told) == mixes
     if mixes:
         assert "functions before 'head'" in told or "'head' (Linear)" in told
