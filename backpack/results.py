@@ -14,6 +14,7 @@ from torch.nn import Module
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.results import Attributes, put_in_place, saved
 from backpack.core.record.shards import stored
+from backpack.core.values import at_least_single
 from backpack.custom_module.parameter_module import ParameterModule
 from backpack.utils.kroneckers import EigenKronecker
 
@@ -143,7 +144,8 @@ class Row(NamedTuple):
 
     The name of the parameter in ``model.named_parameters()``; the attribute that holds the quantity
     (factors of a list are numbered: ``"kfac[0]"``); its shape, bytes of memory and 2-norm. Shape
-    and norm of a function are None. Of what is sharded, they are those of this process's part.
+    and norm of a function are None, and so is the norm on the device ``meta``. Of what is sharded,
+    they are those of this process's part.
     """
 
     parameter: str
@@ -224,7 +226,11 @@ def summary(model: Module) -> Summary:
 
     Returns:
         The table; its ``rows`` are tuples.
+
+    Raises:
+        TypeError: If ``model`` is not a module.
     """
+    _check_is_model("summary", model)
     rows = []
     for name, p in model.named_parameters():
         held = {"grad": p.grad, **saved(p)}
@@ -241,6 +247,15 @@ def summary(model: Module) -> Summary:
     return Summary(tuple(rows))
 
 
+def _check_is_model(function: str, given: Any) -> None:
+    """Refuse what is no module."""
+    if not isinstance(given, Module):
+        raise TypeError(
+            f"{function} expects a model, got {type(given).__name__}. For a single parameter, use "
+            "backpack.results_of(p)."
+        )
+
+
 @torch.no_grad()
 def _row(parameter: str, quantity: str, value: Any) -> Row:
     """Describe a tensor, factored gradients (with the memory of what is kept), or a function.
@@ -255,9 +270,8 @@ def _row(parameter: str, quantity: str, value: Any) -> Row:
     value = stored(value)
     entries = value.coalesce().values() if value.is_sparse else value
     size = entries.numel() * entries.element_size()
-    norm = float(
-        torch.linalg.vector_norm(entries.to(torch.promote_types(entries.dtype, torch.float32)))
-    )
+    wide = at_least_single(entries)
+    norm = None if entries.is_meta else float(torch.linalg.vector_norm(wide))
     return Row(parameter, quantity, tuple(value.shape), size, norm)
 
 
@@ -281,11 +295,7 @@ def quantities(model: Module, *names: str) -> dict[str, Tensor]:
         TypeError: If ``model`` is not a module.
         ValueError: If no parameter has results of one of the names.
     """
-    if not isinstance(model, Module):
-        raise TypeError(
-            f"quantities expects a model, got {type(model).__name__}. For a single parameter, use "
-            "backpack.results_of(p)."
-        )
+    _check_is_model("quantities", model)
     found = {key: saved(p) for key, p in model.named_parameters()}
     known = dict.fromkeys(name for results in found.values() for name in results)
     unknown = [name for name in names if name not in known]
@@ -318,7 +328,11 @@ def clear(model: Module) -> None:
 
     Args:
         model: Any module.
+
+    Raises:
+        TypeError: If ``model`` is not a module.
     """
+    _check_is_model("clear", model)
     for p in model.parameters():
         own = vars(p)
         if isinstance(own, Attributes):

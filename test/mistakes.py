@@ -105,6 +105,15 @@ class Centre(nn.Module):
         return x - x.mean(0)
 
 
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x
+
+
 def preamble() -> str:
     """Return what the programs have in common."""
     source = Path(__file__).read_text(encoding="utf-8")
@@ -253,6 +262,16 @@ def mixed_samples() -> None:
     model = extend(nn.Sequential(nn.Linear(3, 4), Centre(), nn.Linear(4, 2)))
     loss_function = extend(nn.CrossEntropyLoss())
     with backpack(DiagGGNExact()):
+        loss_function(model(X), y).backward()
+
+
+@mistake(
+    "An own module has no rule: no mistake, but slow", UserWarning, "'1' (Scale)", "Write a rule"
+)
+def no_rule() -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 4), Scale(), nn.Linear(4, 2)))
+    loss_function = extend(nn.CrossEntropyLoss())
+    with backpack(BatchGrad()):
         loss_function(model(X), y).backward()
 
 

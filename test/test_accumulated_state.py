@@ -149,6 +149,15 @@ def _mistakes(rank: int, count: int) -> None:
         accumulated_state(inner)
     distributed.barrier()
 
+    inner = extend(plain_net())
+    model = sharded(inner)
+    passes(model, range(1), e.Variance(), rank=rank)
+    state = accumulated_state(inner)
+    load_accumulated_state(inner, state)
+    model.set_requires_gradient_sync(False)  # type: ignore[operator]
+    with pytest.raises(NotImplementedError, match=r"set_requires_gradient_sync\(False\)"):
+        passes(model, range(1, 2), e.Variance(), rank=rank)
+
 
 def test_mistakes_of_processes(tmp_path: Path) -> None:
     in_processes(_mistakes, tmp_path)

@@ -288,6 +288,22 @@ def test_padding(is_sorted: bool) -> None:
             torch.testing.assert_close(p.grad_batch, wanted, **TOLERANCE)
 
 
+@pytest.mark.parametrize("adds", ["index_add", "scatter_add", "scatter_reduce"])
+@pytest.mark.parametrize("is_read_from", [True, False])
+@pytest.mark.parametrize("converter", [True, "record"])
+def test_nodes_that_are_not_assigned(converter: Any, is_read_from: bool, adds: str) -> None:
+    """The error says how to do it, wherever nodes meet: in their neighbours, or in graphs."""
+    network = Received("nodes", adds) if is_read_from else Network(readout="sum")
+    if not is_read_from:
+        network.messages = lambda h, edges: h  # type: ignore[method-assign]
+    model = extend(network, use_converter=converter)
+    batch = graphs([3, 2, 4])
+    loss = extend(nn.CrossEntropyLoss())(model(*batch, 3), torch.arange(3))
+    message = r"combines different samples.*each graph is a sample: .*assign_samples\(x, graph\)"
+    with pytest.raises(ValueError, match=message), backpack(extensions.BatchGrad()):
+        loss.backward()
+
+
 @pytest.mark.parametrize("said", ["nothing", "none", "rows"])
 def test_private_steps_with_other_features_of_nodes(said: str) -> None:
     """What may be data of the samples is refused until somebody says whose it is."""

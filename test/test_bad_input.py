@@ -551,6 +551,44 @@ def test_uses_by_functions_are_told_of_once_for_each_of_them() -> None:
         loss.backward()
     (message,) = [str(w.message) for w in caught if "also used by" in str(w.message)]
     assert "parameters of shapes [" in message and "[4, 1]" in message and "[1, 4]" in message
+    assert "let a module without children" in message and "backpack.linalg" in message
+    with pytest.warns(UserWarning, match=r"as a penalty does.*let a module without children"):
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        with backpack(extensions.BatchGrad()):
+            slope.square().mean().backward()
+
+
+class WithSlope(nn.Module):
+    """A network of coordinates plus its derivative, in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.randn(4, 1)), nn.Parameter(torch.randn(4))
+        self.v = nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            u = nn.functional.linear(nn.functional.linear(x, self.w, self.b).tanh(), self.v)
+            (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        return u + slope
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize("converter", [False, True, "record"], ids=str)
+def test_derivatives_that_one_module_computes(converter: Any) -> None:
+    """What the warning says to do is right."""
+    model, X, y = nn.Sequential(WithSlope()), torch.rand(5, 1), torch.rand(5, 1)
+    plain = copy.deepcopy(model)
+    extended = extend(model, use_converter=converter)
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        extend(nn.MSELoss())(extended(X), y).backward()
+    out = plain(X)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        rows = torch.stack([torch.autograd.grad(o, q, retain_graph=True)[0] for o in out.flatten()])
+        slopes = (2 * (out - y).detach() / 5).reshape(5, *[1] * q.dim())
+        torch.testing.assert_close(p.grad_batch, slopes * rows)
+        torch.testing.assert_close(p.diag_ggn_exact, 2 / 5 * rows.square().sum(0))
 
 
 def test_modified_loss_mixes_samples_for_first_order() -> None:

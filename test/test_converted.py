@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack import backpack, extend, extensions
+from backpack.core.record.registry import REGISTRY
+from backpack.custom_module.graph_utils import ConversionError
 
 N = 3
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
@@ -332,3 +334,114 @@ def test_hooks_that_the_graph_does_not_call() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         converted(X)
+
+
+class Asking(nn.Module):
+    """Its functions depend on its mode, in some way."""
+
+    def __init__(self, how: Callable[[nn.Module], float]) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(3, 3), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3] -> [N, 3]."""
+        return self.layer(x) * self.how(self)
+
+
+class Identical(Asking):
+    """What no flag can tell."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3] -> [N, 3]."""
+        return self.layer(x) * (2 if self.training is True else 3)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda m: 2 + m.training,
+        lambda m: 3 - m.training,
+        lambda m: 1 + float(m.training),
+        lambda m: 1 + (m.training | False),
+        lambda m: 2 if m.training != False else 3,  # noqa: E712
+        lambda m: 2 if f"{m.training}" == "True" else 3,
+        lambda m: {"True": 2, "False": 3}[str(m.training)],
+    ],
+    ids=["2 +", "3 -", "float", "|", "!=", "format", "str"],
+)
+def test_mode_in_a_number(how: Any) -> None:
+    model, x = nn.Sequential(Asking(how)), torch.rand(4, 3)
+    converted = extend(copy.deepcopy(model), use_converter="trace")
+    assert torch.equal(converted(x), model(x))
+    with pytest.warns(UserWarning, match="branches on its training mode"):
+        converted.eval()
+
+
+def test_mode_that_is_compared_by_identity() -> None:
+    model, x = nn.Sequential(Identical(float)), torch.rand(4, 3)
+    with pytest.raises(ConversionError, match=r"Identical .*by identity \(self.training is True\)"):
+        extend(copy.deepcopy(model), use_converter="trace")
+    recorded = extend(copy.deepcopy(model), use_converter=True)
+    for mode in (True, False):
+        assert torch.equal(recorded.train(mode)(x), model.train(mode)(x))
+
+
+def test_mode_compared_by_identity_in_what_has_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is called as it is."""
+
+    class Layer(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self.inner = Identical(float)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.training is True else x
+
+    monkeypatch.setitem(REGISTRY, Layer, REGISTRY[nn.Linear])
+    model, x = nn.Sequential(nn.Linear(3, 3), Layer()), torch.rand(4, 3)
+    converted = extend(copy.deepcopy(model), use_converter="trace")
+    for mode in (True, False):
+        assert torch.equal(converted.train(mode)(x), model.train(mode)(x))
+    model[0] = model[1].inner  # the same one
+    with pytest.raises(ConversionError, match=r"by identity"):
+        extend(model, use_converter="trace")
+
+
+@pytest.mark.parametrize("how", ["argument", "branch"])
+def test_mode_of_a_part(how: str) -> None:
+    """A part in another mode than the model, such as a frozen backbone: the graph has one mode."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            if how == "argument":
+                return F.dropout(h, 0.5, self.training)
+            return 2 * h if self.training else h
+
+    model, x = nn.Sequential(Part(), nn.BatchNorm1d(3)), torch.rand(4, 3)
+    converted = extend(copy.deepcopy(model), use_converter="trace")
+    converted.get_submodule("1").eval()  # is called, and has its own mode
+    converted(x)
+    for net in (converted, copy.deepcopy(converted)):
+        net.get_submodule("0").eval()
+        with pytest.raises(RuntimeError, match=r"^0 of Sequential has training=False.*\"record\""):
+            net(x)
+        net.get_submodule("0").train()
+        net(x)
+    model[0].eval()
+    if how == "argument":
+        with pytest.raises(ConversionError, match="0 of Sequential depends on its training mode"):
+            extend(copy.deepcopy(model), use_converter="trace")
+    else:  # its own branch is in the graph
+        converted = extend(copy.deepcopy(model), use_converter="trace")
+        original = copy.deepcopy(model)
+        assert torch.equal(converted(x), original(x))
+        with pytest.warns(UserWarning, match="branches on its training mode"):
+            converted.eval()
+        assert torch.equal(converted(x), original.eval()(x))
+    recorded = extend(copy.deepcopy(model), use_converter=True)
+    assert torch.equal(recorded(x), model(x))

@@ -478,7 +478,7 @@ CASES: list[tuple[Run, str] | tuple[Run, str, tuple[Tensor, Tensor]]] = [
     (lambda m, x, y: F.cross_entropy(x, y, label_smoothing=0.1), "CrossEntropyLoss"),
     (
         lambda m, x, y: F.cross_entropy(x, y.argmax(1), m.mean),
-        "argmax ParameterModule cross_entropy",
+        "argmax ParameterModule FunctionalLayer",
     ),
     (lambda m, x, y: F.nll_loss(x, y.argmax(1)), "argmax NLLLoss"),
     (lambda m, x, y: F.kl_div(x, y, reduction="batchmean"), "KLDivLoss"),

@@ -41,6 +41,7 @@ CASES = [
     (Pad((1, 2, 0, 1), mode="reflect"), F.pad(X, (1, 2, 0, 1), mode="reflect"), "'reflect'"),
     (Slicing((slice(None), 1)), X[:, 1], "(slice(None, None, None), 1)"),
     (Slicing((Ellipsis, slice(0, 3, 2), None)), X[..., 0:3:2, None], "slice(0, 3, 2), None"),
+    (Slicing(slice(1)), X[:1], "(slice(None, 1, None),)"),
     (SumModule(), X, ""),
     (Parallel(nn.Identity(), ScaleModule(2.0), ScaleModule(3.0)), 6 * X, "(branch2): Scale"),
 ]
@@ -139,6 +140,8 @@ def test_permute_errors(module: Permute) -> None:
 
 
 def test_constructor_errors() -> None:
+    with pytest.raises(ValueError, match=r"one by one, as integers, got \(\(0, 2, 1\),\)"):
+        Permute((0, 2, 1))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"two axes, got dims \(0, 1, 2\)"):
         Permute(0, 1, 2, init_transpose=True)
     for weight in (torch.ones(1), nn.Parameter(torch.tensor(2.0)), "2"):

@@ -680,3 +680,119 @@ def test_a_class_that_computes_something_else_by_now(
         lossfunc(output, y).backward()
     torch.testing.assert_close(output, expected)
     torch.testing.assert_close([p.grad_batch for p in model.parameters()], truth)
+
+
+class Loss(nn.Module):
+    """A model that returns its loss, whose weights are buffers."""
+
+    def __init__(self, call: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layer, self.call = nn.Linear(4, CLASSES), call
+        self.register_buffer("weights", torch.tensor([1.0, 2.0, 0.5]))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """[N, 4], [N] or [N, C] -> []."""
+        return self.call(self.layer(x), y, self.weights)
+
+
+def _weighted_nll(h: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return F.nll_loss(F.log_softmax(h, dim=1), y, w)
+
+
+LABELS = torch.eye(CLASSES).repeat(2, 1)[:N]
+# The call of a loss, and the loss that it is.
+WEIGHTED: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor], nn.Module]]] = {
+    "cross entropy": (
+        lambda h, y, w: F.cross_entropy(h, y, w),
+        lambda w: nn.CrossEntropyLoss(weight=w),
+    ),
+    "cross entropy by names": (
+        lambda h, y, w: F.cross_entropy(
+            weight=w, target=y, input=h, label_smoothing=0.1, ignore_index=1, reduction="sum"
+        ),
+        lambda w: nn.CrossEntropyLoss(w, label_smoothing=0.1, ignore_index=1, reduction="sum"),
+    ),
+    "computed weights": (
+        lambda h, y, w: F.cross_entropy(h, y, weight=w / w.sum()),
+        lambda w: nn.CrossEntropyLoss(weight=w / w.sum()),
+    ),
+    "negative log-likelihood": (_weighted_nll, lambda w: nn.CrossEntropyLoss(weight=w)),
+    "binary": (
+        lambda h, y, w: F.binary_cross_entropy_with_logits(h, y, weight=w, pos_weight=w + 1),
+        lambda w: nn.BCEWithLogitsLoss(weight=w, pos_weight=w + 1),
+    ),
+    "binary of a constant": (
+        lambda h, y, w: F.binary_cross_entropy_with_logits(
+            h, y, pos_weight=torch.tensor([2.0, 1.0, 3.0])
+        ),
+        lambda w: nn.BCEWithLogitsLoss(pos_weight=torch.tensor([2.0, 1.0, 3.0])),
+    ),
+    "binary of weights by labels": (
+        lambda h, y, w: F.binary_cross_entropy_with_logits(h, y, weight=y, pos_weight=w),
+        lambda w: nn.BCEWithLogitsLoss(weight=LABELS, pos_weight=w),
+    ),
+    "binary of probabilities": (
+        lambda h, y, w: F.binary_cross_entropy(h.sigmoid(), y, w),
+        lambda w: nn.BCEWithLogitsLoss(weight=w),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+@pytest.mark.parametrize("converter", ["trace", "record"])
+def test_losses_with_weights(name: str, converter: str) -> None:
+    torch.manual_seed(0)
+    call, make = WEIGHTED[name]
+    plain = Loss(call)
+    labels = torch.randint(CLASSES, (N,))
+    x, y = torch.rand(N, 4), LABELS.double() if "binary" in name else labels
+    model = extend(copy.deepcopy(plain), use_converter=converter)
+    lossfunc = make(plain.weights)
+    loss = model(x, y)
+    assert torch.equal(loss, plain(x, y))
+    with backpack(extensions.DiagHessian(), extensions.HMP(), extensions.SqrtGGNExact()):
+        loss.backward()
+    expected = oracle.hessian_diag(plain.layer, lossfunc, x, y)
+    for p, truth in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.diag_h, truth)
+        units = torch.eye(p.numel()).view(-1, *p.shape)
+        torch.testing.assert_close(p.hmp(units).flatten(1).diag().view(p.shape), truth)
+        # the predictions are linear in the parameters, and the losses of their logits convex
+        if not name.endswith(("likelihood", "probabilities")):
+            torch.testing.assert_close(p.sqrt_ggn_exact.square().sum((0, 1)), truth)
+
+
+# Weights or targets that are parameters, and a target that is the prediction.
+TRAINED: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "weights": lambda m, h, y: F.cross_entropy(h, LABELS.double(), weight=m.weights),
+    "targets": lambda m, h, y: F.binary_cross_entropy_with_logits(h, m.targets, pos_weight=y[0]),
+    "prediction": lambda m, h, y: F.binary_cross_entropy_with_logits(h, h, y, pos_weight=y[0] + 1),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("converter", ["trace", "record"])
+def test_trained_weights_and_targets_of_a_loss(name: str, converter: str) -> None:
+    """The Hessian at the prediction is not all there is."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, CLASSES)
+            self.weights = nn.Parameter(torch.rand(CLASSES))
+            self.targets = nn.Parameter(torch.rand(N, CLASSES))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return TRAINED[name](self, self.layer(x), y)
+
+    torch.manual_seed(0)
+    plain, x, y = Model(), torch.rand(N, 4), LABELS.double()
+    model = extend(copy.deepcopy(plain), use_converter=converter)
+    plain(x, y).backward()
+    model(x, y).backward()
+    for p, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (other.grad is None)
+        torch.testing.assert_close(p.grad, other.grad)
+    loss = model(x, y)
+    with pytest.raises((ValueError, NotImplementedError)), backpack(extensions.DiagHessian()):
+        loss.backward()

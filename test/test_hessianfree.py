@@ -214,6 +214,21 @@ def test_hessian_vector_product_uses_the_known_gradient() -> None:
     torch.testing.assert_close(result, 5 * rand(3))
 
 
+@pytest.mark.parametrize("detached", [0, 1])
+def test_hessian_vector_product_of_a_gradient_without_a_part_of_its_graph(detached: int) -> None:
+    """What has no graph may be no constant: its part of the product is there all the same."""
+    xs = [rand(3, requires_grad=True), rand(3, seed=1, requires_grad=True)]
+    f = (xs[0] ** 3 * xs[1] ** 2).sum()
+    vs = [rand(3, seed=2), rand(3, seed=3)]
+    gradient = [*torch.autograd.grad(f, xs, create_graph=True)]
+    expected = hessian_vector_product(f, xs, vs, grad_params=gradient)
+    gradient[detached] = gradient[detached].detach()
+    for one, other in zip(
+        hessian_vector_product(f, xs, vs, grad_params=gradient), expected, strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
 def test_hessian_vector_product_of_simple_functions() -> None:
     x, v = rand(3, requires_grad=True), rand(3, seed=1)
     (linear,) = hessian_vector_product(x.sum(), x, v)

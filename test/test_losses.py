@@ -906,6 +906,42 @@ class Contrast(nn.Module):
         return F.cross_entropy(a @ b.T, torch.arange(len(a)))
 
 
+@pytest.mark.parametrize("converter", [False, True, "record"], ids=str)
+@pytest.mark.parametrize("is_module", [True, False])
+def test_advice_on_losses_that_compare_samples(is_module: bool, converter: Any) -> None:
+    """A converter is no remedy; what samples are compared with may be constants: that is right."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    plain, extended = copy.deepcopy(model), extend(model, use_converter=converter)
+    X, other = torch.randn(2, N, 3)
+
+    def backward(is_constant: bool) -> None:
+        a, b = extended(X), extended(other)
+        b = b.detach() if is_constant else b
+        if is_module:
+            loss = extend(Contrast())(a, b)
+        else:
+            loss = extend(nn.CrossEntropyLoss())(a @ b.T, torch.arange(N))
+        with backpack(extensions.BatchGrad()):
+            loss.backward()
+
+    advice = (
+        "use_converter" if not (is_module or converter) else r"compares .*detach\(\) leaves out"
+    )
+    with pytest.warns(UserWarning, match=rf"mixes the samples .*{advice}") as caught:
+        backward(False)
+    if converter:
+        assert "use_converter" not in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backward(True)
+    scores = plain(X) @ plain(other).detach().T
+    terms = F.cross_entropy(scores, torch.arange(N), reduction="none") / N
+    pairs = zip(extended.parameters(), plain.parameters(), strict=True)
+    for p, q in pairs:
+        each = [torch.autograd.grad(term, q, retain_graph=True)[0] for term in terms]
+        close(p.grad_batch, torch.stack(each))
+
+
 SETTING = Setting(nn.MSELoss, real)
 GGN_ERRORS = [*GGN, extensions.KFRA, extensions.PCHMP]
 
@@ -991,10 +1027,16 @@ def test_loss_that_is_not_convex(loss: nn.Module, target: Target, scale: float) 
     for ext in GGN_ERRORS:
         with pytest.raises(ValueError, match=f"{type(loss).__name__}.*not convex.*DiagHessian"):
             run(model, loss, arguments, ext())
-    for method in ("sqrt_ggn_mc", "kfac"):
-        ext = {"sqrt_ggn_mc": extensions.SqrtGGNMC, "kfac": extensions.KFAC}[method]
-        with pytest.raises(NotImplementedError, match="no Monte-Carlo quantities"):
-            run(model, loss, arguments, ext())
+    for sampled, exact in (
+        (extensions.SqrtGGNMC(), "SqrtGGNExact"),
+        (extensions.KFAC(), r" KFAC\(fisher='exact'\)"),
+        (extensions.EKFAC(), r"EKFAC\(fisher='exact'\)"),
+        (extensions.GGNGram(mc_samples=2), r"GGNGram\(\)"),
+    ):
+        name, asked = type(sampled).__name__, type(loss).__name__
+        message = rf"^{name}: .*{asked}.*no Monte-Carlo quantities.*{exact}"
+        with pytest.raises(NotImplementedError, match=message):
+            run(model, loss, arguments, sampled)
 
 
 class Fourth(torch.autograd.Function):

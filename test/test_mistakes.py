@@ -1354,6 +1354,7 @@ def test_numbers_that_functions_between_have_stored(name: str) -> None:
         messages = warnings_of(lambda: sequences(model, 0, BatchGrad()))
         assert bool(messages) == (values is mixed)
         assert all("mixes the samples" in message for message in messages)
+        assert all(("assign_samples" in m) == (name == "index_add") for m in messages)
 
 
 ORDINARY: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {

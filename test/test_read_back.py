@@ -140,6 +140,11 @@ def test_next_token() -> None:
 
 # --- Between modules ------------------------------------------------------------------------------
 
+
+def plane(h: Tensor) -> Tensor:
+    return h.view(-1, 1, 2, 2)
+
+
 IN_FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "F.relu": F.relu,
     "method": lambda h: h.tanh(),
@@ -165,6 +170,13 @@ IN_FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "layer_norm": lambda h: F.layer_norm(h, (4,), torch.arange(4.0), eps=1e-3),
     "rms_norm": lambda h: F.rms_norm(h, (4,)),
     "power of a number": lambda h: 2**h,
+    "nearest": lambda h: F.interpolate(h.view(-1, 2, 2), scale_factor=2).sum(1).sin(),
+    "bilinear": lambda h: F.interpolate(plane(h), (3, 4), mode="bilinear").sum((1, 2)).sin(),
+    "corners": lambda h: F.interpolate(
+        h.view(-1, 1, 1, 2, 2), (2, 3, 4), mode="trilinear", align_corners=True
+    ).sum((1, 2, 3)),
+    # sizes are rounded: their ratios are other factors
+    "bicubic": lambda h: F.interpolate(plane(h), None, (1.7, 2.3), "bicubic").sum((1, 2)).exp(),
 }
 
 

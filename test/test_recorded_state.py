@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+from weakref import proxy
 
 import oracle
 import pytest
@@ -15,12 +17,20 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import prune
 
-from backpack import backpack, extend, memory_cleanup
+from backpack import CTX, backpack, extend, memory_cleanup
 from backpack.core.engine import elided_gradients
 from backpack.core.record import alive, calls
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.custom_module.permute import Permute
-from backpack.extensions import GGNMP, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, Variance
+from backpack.extensions import (
+    GGNMP,
+    HMP,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    DiagHessian,
+    Variance,
+)
 from backpack.extensions.firstorder.base import FirstOrderModuleExtension
 
 NEVER = 2**60
@@ -57,6 +67,18 @@ class Turning(nn.Module):
         return turned.transpose(0, 1) if self.training and self.turns else turned
 
 
+def test_what_stands_for_a_module_with_other_options_is_not_extended() -> None:
+    """Also if it is called as one: others would take it for a part of the model."""
+    module = extend(Turning())
+    x = torch.rand(2, 3, 4, requires_grad=True)
+    y = module(x)
+    module.turns = False
+    (call,) = alive.live_calls(module)
+    stands = call.with_options()
+    assert stands(x).shape == y.shape != module(x).shape
+    assert stands is not module and stands not in CTX.extended()
+
+
 @pytest.mark.parametrize("change", ["mode", "attribute", "nothing"])
 @pytest.mark.filterwarnings("ignore:No rule for")
 def test_a_module_that_changes_afterwards(change: str) -> None:
@@ -71,6 +93,184 @@ def test_a_module_that_changes_afterwards(change: str) -> None:
     with backpack(BatchGrad()):
         output.sum().backward()
     assert len(model.get_submodule("2").weight.grad_batch) == 4
+
+
+class Holding(nn.Linear):
+    """Its attribute is a method of itself, and an option changes after each call."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.kinds, self.calls = {"sine": self.turned}, 0
+
+    def turned(self, x: Tensor) -> Tensor:
+        return (x @ self.weight.T).sin() + self.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 4] -> [N, 3]."""
+        self.calls += 1
+        return self.kinds["sine"](x)
+
+
+def _of_sine(layer: nn.Linear, x: Tensor) -> Tensor:
+    return nn.functional.linear(x.sin(), layer.weight, layer.bias)
+
+
+class _Replacement:
+    def __init__(self, layer: nn.Linear):
+        self.layer = layer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _of_sine(self.layer, x)
+
+
+def _of_child(parent: nn.ModuleList) -> Any:
+    return lambda x: _of_sine(parent[0], x)
+
+
+LAYERS: list[nn.Linear] = []
+
+
+def _of_layers(x: Tensor) -> Tensor:
+    return _of_sine(LAYERS[0], x)
+
+
+def _known_elsewhere(layer: nn.Linear, _: Any) -> Any:
+    LAYERS[:] = [layer]
+    return _of_layers
+
+
+REPLACED: dict[str, Any] = {
+    "by one that calls the former": lambda layer, old: lambda x: old(x.sin()),
+    "by a partial one": lambda layer, old: partial(_of_sine, layer),
+    "by one with a default": lambda layer, old: lambda x, *, own=layer: _of_sine(own, x),
+    "by an object": lambda layer, old: _Replacement(layer),
+    "by one that reads the parent": lambda layer, old: _of_child(nn.ModuleList([layer])),
+    "by one that reads a list": _known_elsewhere,
+    "by one with a proxy": lambda layer, old: partial(_of_sine, proxy(layer)),
+}
+
+
+@pytest.mark.parametrize("which", [None, *REPLACED])
+@pytest.mark.filterwarnings("ignore:No rule for")
+def test_a_module_whose_attributes_hold_it(which: str | None) -> None:
+    """A copy with the options of the call would read the parameters of the module itself."""
+    torch.manual_seed(0)
+    layer = Holding() if which is None else nn.Linear(4, 3)
+    if which is not None:
+        vars(layer)["forward"] = REPLACED[which](layer, layer.forward)
+    model, lossfunc = extend(nn.Sequential(layer).double()), extend(nn.CrossEntropyLoss())
+    x, y = torch.rand(6, 4, dtype=torch.float64), torch.randint(3, (6,))
+    for is_called_again in (False, True):
+        loss = lossfunc(model(x), y)
+        if is_called_again:
+            model(x)
+        calls = vars(layer).get("calls")
+        with backpack(DiagGGNExact(), GGNMP()):
+            loss.backward()
+        for p in model.parameters():
+            units = torch.eye(p.numel(), dtype=p.dtype).reshape(-1, *p.shape)
+            diagonal = p.ggnmp(units).flatten(1).diag().reshape(p.shape)
+            torch.testing.assert_close(diagonal, p.diag_ggn_exact)
+            assert diagonal.min() > 0
+        assert vars(layer).get("calls") == calls
+
+
+def test_products_of_the_attributes_of_their_call() -> None:
+    """Also of those that are tensors or functions, and were replaced since."""
+    layer: Any = nn.Linear(4, 3)
+    layer.kind, layer.scale, layer.powers = torch.sin, torch.tensor(2.0), [2]
+    layer.forward = lambda x: (
+        layer.kind(nn.functional.linear(x, layer.weight)) * layer.scale ** layer.powers[0]
+    )
+    model, lossfunc = extend(nn.Sequential(layer)), extend(nn.CrossEntropyLoss())
+    with backpack(HMP()):
+        lossfunc(model(torch.rand(6, 4)), torch.zeros(6, dtype=torch.long)).backward()
+    v = torch.rand(2, *layer.weight.shape)
+    expected = layer.weight.hmp(v)
+    layer.kind, layer.scale, layer.powers[0] = torch.cos, torch.tensor(5.0), 3
+    assert expected.abs().max() > 0
+    torch.testing.assert_close(layer.weight.hmp(v), expected)
+    assert layer.kind is torch.cos and layer.powers == [3]
+
+
+class _PowerLoss(nn.Module):
+    """A loss with a method among its attributes, which a copy has of the loss itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.powers, self.kind = 1.0, [2], self.of_powers
+
+    def of_powers(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.scale * (x - y).abs().pow(self.powers[0]).sum(1).mean()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """[N, C], [N, C] -> []."""
+        return self.kind(x, y)
+
+
+@pytest.mark.parametrize("when", ["before the backward pass", "before the products"])
+@pytest.mark.filterwarnings("ignore:No rule for")
+def test_products_of_a_loss_whose_copy_reads_it(when: str) -> None:
+    def products(when: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = extend(nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, 2)))
+        lossfunc = extend(_PowerLoss())
+        loss = lossfunc(model(torch.rand(5, 4)), torch.rand(5, 2))
+        if when == "before the backward pass":
+            lossfunc.scale, lossfunc.powers[0] = 5.0, 3
+        with backpack(HMP(), GGNMP(), DiagGGNExact()):
+            loss.backward()
+        if when == "before the products":
+            lossfunc.scale, lossfunc.powers[0] = 5.0, 3
+        units = torch.eye(12).view(12, 3, 4)
+        weight = model[0].weight
+        return [weight.hmp(units), weight.ggnmp(units), weight.diag_ggn_exact]
+
+    expected = products("never")
+    torch.testing.assert_close(products(when), expected)
+    torch.testing.assert_close(expected[1].flatten(1).diag().view(3, 4), expected[2])
+
+
+class _Scaled(nn.Module):
+    """An activation without parameters, with a method of it among its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Any = 1.0
+        self.kind = self.of_sine
+
+    def of_sine(self, x: Tensor) -> Tensor:
+        return (self.scale * x).sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, *] -> [N, *]."""
+        return self.kind(x)
+
+
+@pytest.mark.parametrize("others", [(3.0,), (None, 2.0), (torch.rand(7), 1.0)])
+@pytest.mark.filterwarnings("ignore:No rule for")
+def test_products_between_changes_of_what_a_copy_reads(others: tuple[Any, ...]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), _Scaled(), nn.Linear(3, 2)).double()
+    activation: Any = model[1]
+    model, lossfunc = extend(model), extend(nn.MSELoss())
+    x, y = torch.rand(5, 4, dtype=torch.float64), torch.rand(5, 2, dtype=torch.float64)
+    with backpack(HMP(), GGNMP(), DiagGGNExact()):
+        lossfunc(model(x), y).backward()
+    weight = model[0].weight
+    units = torch.eye(12, dtype=x.dtype).view(12, 3, 4)
+    expected = weight.hmp(units), weight.ggnmp(units)
+    truth = oracle.hessian_diag(model, lossfunc, x, y)[0]
+    torch.testing.assert_close(expected[0].flatten(1).diag().view(3, 4), truth)
+    for other in others:
+        activation.scale = other
+        torch.testing.assert_close((weight.hmp(units), weight.ggnmp(units)), expected)
+    activation.scale = 1.0
+    with backpack(HMP()):
+        loss = lossfunc(model(x), y)
+        del activation.scale
+        loss.backward()
+    torch.testing.assert_close(weight.hmp(units), expected[0])
 
 
 @pytest.mark.parametrize("axes", [(0, 1, 2), (1, 0, 2)])

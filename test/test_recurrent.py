@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from functools import partial
@@ -767,6 +768,36 @@ def test_packed_sequence_in_a_forward_pass_is_harmless() -> None:
     output, _ = m(packed)
     output.data.sum().backward()
     assert m.weight_ih_l0.grad is not None
+
+
+@pytest.mark.parametrize("converter", [False, True])
+def test_advice_on_packed_sequences_of_a_layer_alone(converter: bool) -> None:
+    """A graph of modules does not follow them: recording does, of states and of rows."""
+    layer, lossfunc = nn.LSTM(I, 3).double(), extend(nn.CrossEntropyLoss())
+    sequences, y = [torch.randn(n, I).double() for n in (3, 2)], torch.tensor([0, 2])
+
+    def backward(model: nn.Module) -> None:
+        _, (h, _) = model(pack_sequence(sequences))
+        with backpack(BatchGrad(), DiagGGNExact()):
+            lossfunc(h[-1], y).backward()
+
+    plain = copy.deepcopy(layer)
+    message = r"PackedSequence.*use_converter='record'\) of a model that packs and unpacks"
+    with pytest.raises(ValueError, match=message):
+        backward(extend(copy.deepcopy(layer), use_converter=converter))
+    backward(extend(layer, use_converter="record"))
+    for p, q in zip(layer.parameters(), plain.parameters(), strict=True):
+        each, ggn = [], torch.zeros_like(q)
+        for x, label in zip(sequences, y, strict=True):
+            out = plain(x)[1][0][-1]
+            loss = nn.functional.cross_entropy(out, label) / 2
+            each += torch.autograd.grad(loss, q, retain_graph=True)
+            rows = [torch.autograd.grad(o, q, retain_graph=True)[0].flatten() for o in out]
+            J, prob = torch.stack(rows), out.softmax(0).detach()
+            H = (prob.diag() - prob.outer(prob)) / 2
+            ggn += torch.einsum("ca,cd,da->a", J, H, J).reshape(q.shape)
+        torch.testing.assert_close(p.grad_batch, torch.stack(each), **TOLERANCE)
+        torch.testing.assert_close(p.diag_ggn_exact, ggn, **TOLERANCE)
 
 
 @pytest.mark.parametrize("packed", [True, False])

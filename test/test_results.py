@@ -144,6 +144,19 @@ def test_summary() -> None:
     assert "[5, 2, 3]" in table._repr_html_()
 
 
+@pytest.mark.parametrize("function", ["clear", "quantities", "summary"])
+def test_something_else_than_a_model(function: str) -> None:
+    with pytest.raises(TypeError, match=f"^{function} expects a model, got generator. For a"):
+        getattr(library, function)(nn.Linear(1, 1).parameters())
+
+
+def test_summary_without_entries() -> None:
+    model = nn.Linear(3, 2, device="meta")
+    model.weight.grad = torch.empty_like(model.weight)
+    assert summary(model).rows == (("weight", "grad", (2, 3), 24, None),)
+    assert "24" in str(summary(model))
+
+
 def test_factored_gradients() -> None:
     """They have a shape and a norm, and move as others do."""
     dense, factored = passed(BatchGrad()), passed(BatchGrad(factored=True))

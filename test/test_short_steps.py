@@ -12,10 +12,13 @@ import pytest
 import torch
 from apart import run
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 import backpack as package
 from backpack import backpack, extend
 from backpack import extensions as library
+from backpack.core import features
+from backpack.core.engine.intercept import InterceptBackward
 
 ROOT = os.path.dirname(package.__file__)
 
@@ -100,7 +103,37 @@ def test_calls_of_a_step(extensions: str, forward: int, backward: int, crossings
     environment = {**os.environ, "PYTHONPATH": os.path.dirname(ROOT)}
     output = run(sys.executable, __file__, *extensions.split(), env=environment)
     found = list(map(int, output.split()))
+    if not features._TAKES_VARIABLES:  # older versions of torch, for which functions stand in
+        backward, crossings = backward + 5, crossings + 2
     assert found[0] <= forward and found[1] <= backward and found[2] <= crossings, found
+
+
+@pytest.mark.parametrize("converter", [False, "trace"])
+def test_functions_that_our_mode_sees(converter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside of a context those of the program, and not each look at a tensor of its records."""
+    seen: list[str] = []
+
+    class Noting(InterceptBackward):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func.__name__)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    monkeypatch.setattr(package, "InterceptBackward", Noting)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Sigmoid(), nn.Linear(5, 3))
+    model, lossfunc = extend(model, use_converter=converter), extend(nn.CrossEntropyLoss())
+    x, y, other = torch.rand(6, 4), torch.randint(3, (6,)), torch.rand(6, 3)
+    lossfunc(model(x), y).backward()
+    assert not seen
+    with torch.device("cpu"), backpack(library.DiagGGNExact()):
+        modes = _get_current_function_mode_stack()
+        loss = lossfunc(model(x), y)
+        with pytest.raises(RuntimeError):
+            model(other)
+        assert _get_current_function_mode_stack() == modes
+        loss.backward()
+    assert seen == ["linear", "sigmoid", "linear", "cross_entropy", "linear", "backward"]
 
 
 def count(names: list[str]) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from backpack.core.derivatives.convnd import weight_jac_t_save_memory
 from backpack.core.derivatives.math_attention import math_attention
 from backpack.core.engine.backpropagation import slice_bytes
 from backpack.core.engine.backward_pass import BackwardPass
+from backpack.core.engine.intercept import Entry
 from backpack.core.record import alive, calls
 from backpack.extensions import (
     KFLR,
@@ -616,6 +617,52 @@ def test_threads_share_a_graph() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert not BackwardPass._running
+
+
+def test_hooks_of_nodes_that_another_thread_adds_and_removes() -> None:
+    """As each ``backward()`` inside of a context does at the loss, of threads that share it."""
+    model, (X, y) = network(0), batch(0)
+    loss, ended = extend(nn.CrossEntropyLoss())(model(X), y), threading.Event()
+    node = loss.grad_fn
+    assert node is not None
+
+    def change() -> None:
+        while not ended.is_set():
+            handles = [node.register_prehook(Entry((loss,)).start) for _ in range(50)]
+            for handle in handles:
+                handle.remove()
+
+    def work() -> None:
+        try:
+            for _ in range(1500):
+                loss.backward(retain_graph=True)
+        finally:
+            ended.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        side_by_side(work, change)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_threads_that_read_parts_of_one_tensor() -> None:
+    """Where the samples are in each is noted at the same node of the graph."""
+    body, head = extend(nn.Linear(3, 400)), extend(nn.Linear(1, 2))
+
+    def read(parts: Sequence[Tensor]) -> None:
+        for x in parts:
+            head(x)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+            parts = body(torch.rand(5, 3)).split(1, dim=1)
+            side_by_side(partial(read, parts[::2]), partial(read, parts[1::2]))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_errors_in_one_thread_leave_the_others_alone() -> None:

@@ -61,7 +61,7 @@ def test_every_class_is_tested_or_listed(name: str, tested: set[type[nn.Module]]
 
 
 def test_the_exceptions_exist() -> None:
-    older = {"LinearCrossEntropyLoss"}  # from torch 2.15 on
+    older = {"LinearCrossEntropyLoss"}  # which older versions do not have
     assert set(EXCEPTIONS) - older <= set(CLASSES)
 
 
@@ -108,7 +108,7 @@ class Scores(nn.Module):
         return self.layer(self.body(x)).reshape(len(x), *self.shape)
 
 
-@pytest.mark.skipif("LinearCrossEntropyLoss" not in CLASSES, reason="torch has it from 2.15 on")
+@pytest.mark.skipif("LinearCrossEntropyLoss" not in CLASSES, reason="not in older versions")
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
 def test_linear_cross_entropy(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -137,6 +137,28 @@ def test_linear_cross_entropy(options: dict[str, Any]) -> None:
         units = torch.eye(p.numel(), dtype=p.dtype).reshape(-1, *p.shape)
         torch.testing.assert_close(p.hmp(units).reshape(block.shape), block)
         assert p.kfac and p.variance.shape == p.shape
+
+
+@pytest.mark.skipif("LinearCrossEntropyLoss" not in CLASSES, reason="not in older versions")
+@pytest.mark.parametrize("options", [{}, {"bias": True, "ignore_index": 1, "reduction": "sum"}])
+def test_linear_cross_entropy_with_weights_of_classes(options: dict[str, Any]) -> None:
+    """First order; second order says that the loss is to be a module of its own."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).double()
+    weight = torch.rand(3, dtype=torch.float64)
+    loss: Any = CLASSES["LinearCrossEntropyLoss"](4, 3, weight=weight, **options).double()
+    X, y = torch.randn(5, 3, dtype=torch.float64), torch.randint(3, (5,))
+    plain = {k: v for k, v in options.items() if k != "bias"}
+    function = nn.CrossEntropyLoss(weight=weight, **plain)
+    expected = oracle.batch_grad(Scores(body, loss.linear, (3,)), function, X, y)
+    body, loss = extend(body), extend(loss)
+    with backpack(extensions.BatchGrad()):
+        loss(body(X), y).backward()
+    params = [*body.parameters(), *loss.parameters()]
+    for p, answer in zip(params, expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, answer)
+    with pytest.raises(ValueError, match="supported loss"), backpack(extensions.DiagGGNExact()):
+        loss(body(X), y).backward()
 
 
 # ------------------------------------------------------------------ refusals

@@ -684,6 +684,15 @@ BUILT_IN: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {
     ),
     "CrossEntropyLoss": (nn.CrossEntropyLoss(), (torch.randn(3, C), torch.tensor([0, 2, 1]))),
     "NLLLoss": (nn.NLLLoss(), (torch.randn(3, C), torch.tensor([0, 2, 1]))),
+    "PReLU": (nn.PReLU(), (torch.randn(N, 2, 3),)),
+    "PReLU of channels": (nn.PReLU(2), (torch.randn(N, 2, 3),)),
+    "PReLU of features": (nn.PReLU(F), (torch.randn(N, F),)),
+    # torch has no second derivative
+    "MultiMarginLoss": (nn.MultiMarginLoss(p=1), (torch.randn(3, C), torch.tensor([0, 2, 1]))),
+    "MultiMarginLoss of squares": (
+        nn.MultiMarginLoss(p=2, weight=torch.rand(C)),
+        (torch.randn(3, C), torch.tensor([0, 2, 1])),
+    ),
 }
 
 
@@ -692,6 +701,16 @@ BUILT_IN: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {
 def test_built_in_rules_pass(name: str) -> None:
     module, inputs = BUILT_IN[name]
     check_rule(module, *inputs)
+
+
+def test_wrong_rules_of_losses_without_a_second_derivative_are_found() -> None:
+    """Differences of the gradient stand for it."""
+    kind: Any = type(REGISTRY[nn.MultiMarginLoss])
+    doubled = {"hessian_product": lambda self, c, t: 2 * kind.hessian_product(self, c, t)}
+    register(nn.MultiMarginLoss)(type("Wrong", (kind,), doubled))
+    module, inputs = BUILT_IN["MultiMarginLoss of squares"]
+    with pytest.raises(AssertionError, match=r"Wrong\.hessian_product .*deviates"):
+        check_rule(module, *inputs)
 
 
 class Centred(nn.Module):

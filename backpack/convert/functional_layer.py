@@ -1,4 +1,4 @@
-"""Functions in traced models that are given the parameters of a layer."""
+"""Functions in traced models that are given the parameters of a layer, or weights of a loss."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class FunctionalLayer(Module):
     Of an input that is no row for each sample, it is recorded as a function.
 
     Attributes:
-        function: The function, whose first input is that of the layer.
-        readers: The parameters, its other inputs.
+        function: The function, whose first inputs are those of the layer.
+        readers: The parameters, its last inputs.
     """
 
     def __init__(self, function: FunctionModule, readers: Sequence[ParameterModule]):
@@ -33,26 +33,29 @@ class FunctionalLayer(Module):
         super().__init__()
         self.function, self.readers = function, ModuleList(readers)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Call the function: ``[N, *in] -> [N, *out]``."""
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Call the function: ``[N, *in]`` (and targets, weights) to ``[N, *out]`` (or a loss)."""
         if torch.compiler.is_dynamo_compiling():
             if may_leave_graph():
                 torch._dynamo.skip_frame()
-            return self._as_function(x)
+            return self._as_function(inputs)
         compiler = set_compiler(None)  # by a function of C: others would be compiled
         try:
-            given = x, *[reader.parameter for reader in self.readers]
-            layer = layer_of(row_of(self.function.function), *self.function.arguments(*given))
-            return self._as_function(x) if layer is None else self._as_layer(layer, given)
+            given = *inputs, *[reader.parameter for reader in self.readers]
+            row = row_of(self.function.function)
+            layer = layer_of(row, *self.function.arguments(*given))
+            if row is None or layer is None:
+                return self._as_function(inputs)
+            return self._as_layer(layer, inputs[: len(row.inputs)], given)
         finally:
             set_compiler(compiler)
 
-    def _as_function(self, x: Tensor) -> Tensor:
-        return self.function(x, *[reader() for reader in self.readers])
+    def _as_function(self, inputs: Sequence[Tensor]) -> Tensor:
+        return self.function(*inputs, *[reader() for reader in self.readers])
 
-    def _as_layer(self, layer: Module, given: Sequence[Any]) -> Tensor:
+    def _as_layer(self, layer: Module, inputs: tuple[Tensor, ...], given: Sequence[Any]) -> Tensor:
         vars(layer)["_backpack_name"] = vars(self).get("_backpack_name", self.function.name)
         with disable():  # a model around it may record functions
             y = self.function.forward(*given)
-        seen = record(layer, (given[0],), {}, y, BackwardPass.reached, BackwardPass.missed)
+        seen = record(layer, inputs, {}, y, BackwardPass.reached, BackwardPass.missed)
         return y if seen is None else seen

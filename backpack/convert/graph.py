@@ -125,6 +125,7 @@ class _Recording(NamedTuple):
     graph: Graph
     constants: dict[str, Tensor]
     branches: tuple[Branch, ...]
+    modes: dict[str, bool | None]
 
 
 def _record(module: Module) -> _Recording:
@@ -168,7 +169,7 @@ def _record_with(module: Module, constants: dict[str, Any] | None) -> _Recording
         check, message = (*node.args, None, None)[:2]
         if isinstance(message, str) and message.endswith(OTHER_VALUE):  # of torch.fx
             node.args = check, f"{message}. {SPECIALIZED}"
-    return _Recording(graph, tensors, tuple(tracer.branches))
+    return _Recording(graph, tensors, tuple(tracer.branches), tracer.modes)
 
 
 def _fingerprint(
@@ -213,7 +214,7 @@ class _Converter:
 
     def __init__(self, module: Module, recording: _Recording) -> None:
         self.module = module
-        self.graph, self.constants, self.branches = recording
+        self.graph, self.constants, self.branches, self.modes = recording
         self.is_leaf = BackpackTracer().is_leaf_module
         self.root = self._copy_containers(module, {})
         self.done: set[Node] = set()
@@ -236,7 +237,8 @@ class _Converter:
         self._drop_readers()
         self.graph.lint()
         name = type(self.module).__name__
-        return ConvertedModule(self.root, self.graph, name, tuple(self.conversions), self.branches)
+        modes = self.branches, self.modes
+        return ConvertedModule(self.root, self.graph, name, tuple(self.conversions), *modes)
 
     def _copy_containers(self, module: Module, memo: dict[Module, Module]) -> Module:
         """Copy the containers of a tree; leaves and tensors are shared."""
@@ -452,7 +454,7 @@ class _Converter:
         name, source = name_of(function), describe_function(node.target)  # type: ignore[arg-type]
         if function.on_clone:
             args, target = (str(target), *args), change_clone
-        inputs = nodes_in(kwargs.get("input"), args, kwargs)
+        inputs = nodes_in(kwargs.get("input"), args, kwargs.get("target"), kwargs)
 
         def template(leaf: Any) -> Any:
             if isinstance(leaf, Node):
@@ -470,10 +472,15 @@ class _Converter:
         module = FunctionModule(target, *arguments, name, known=function.row is not None)
         label = str(args[1]) if target is getattr else name
         if function.row is not None and function.row.layer is not None:
-            readers = self._readers(inputs[1:])
-            if readers:
+            names = function.row.inputs
+            first = [kwargs.get(name, *args[i : i + 1]) for i, name in enumerate(names)]
+            # the weights of a loss may be anything, also what was computed
+            is_loss = len(names) > 1 and first == inputs[: len(names)]
+            readers = [] if is_loss else self._readers(inputs[1:])
+            if is_loss or readers:
+                given = inputs if is_loss else inputs[:1]
                 layer = FunctionalLayer(module, readers)
-                return self._apply(node, Apply(layer, (inputs[0],)), label, source)
+                return self._apply(node, Apply(layer, tuple(given)), label, source)
         return self._apply(node, Apply(module, tuple(inputs)), label, source)
 
     def _readers(self, nodes: Sequence[Node]) -> list[ParameterModule]:

@@ -461,9 +461,11 @@ class Recorder(TorchFunctionMode):
 
 
 def _named(layer: Module, function: Function, args: Any, kwargs: Any) -> tuple[Apply, list[Tensor]]:
-    """Name the layer that a function is, and return it with its input."""
+    """Name the layer that a function is, and return it with its inputs."""
     vars(layer)["_backpack_name"] = f"{name_of(function)} at {_place()}"
-    return Apply(layer, (Slot(0),)), [args[0] if args else kwargs["input"]]
+    names = ("input",) if function.row is None else function.row.inputs
+    inputs = [args[i] if i < len(args) else kwargs[name] for i, name in enumerate(names)]
+    return Apply(layer, tuple(map(Slot, range(len(names))))), inputs
 
 
 REQUIRES_GRAD, IS_LEAF = map(operator.attrgetter, ("requires_grad", "is_leaf"))

@@ -56,7 +56,7 @@ OPEN = (
     nn.TransformerDecoderLayer,
     nn.TransformerEncoder,
     nn.TransformerEncoderLayer,
-    *(cls for name, cls in vars(nn).items() if name == "LinearCrossEntropyLoss"),  # torch 2.15
+    *(cls for name, cls in vars(nn).items() if name == "LinearCrossEntropyLoss"),  # torch 2.13
 )
 # Nodes of functions that are layers if they read parameters, and which argument may be one first.
 LAYERS = {

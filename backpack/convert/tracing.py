@@ -15,9 +15,10 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from pathlib import Path
 from threading import RLock
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from backpack.core.record.kinds import TENSOR, TENSORS, UNKNOWN, VALUE, Kind, Tr
 from backpack.core.record.lookup import kind_of_call, look_up, name_of
 from backpack.core.record.tape import has_rules
 from backpack.custom_module.branching import Parallel
-from backpack.custom_module.converted_module import Branch
+from backpack.custom_module.converted_module import MODES, Branch
 from backpack.custom_module.function_module import leaves_in
 from backpack.custom_module.parameter_module import ParameterModule
 from backpack.custom_module.reduce_tuple import ReduceTuple
@@ -327,6 +328,15 @@ def _is_constant(name: str) -> bool:
     return name.startswith("_tensor_constant")
 
 
+def _compares_identity(code: CodeType) -> bool:
+    """Whether a function asks if some ``training`` is True or False itself: no flag is."""
+    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+    return any(
+        mode == ("LOAD_ATTR", "training") and isinstance(value, bool) and compare == "IS_OP"
+        for mode, (_, value), (compare, _) in zip(steps, steps[1:], steps[2:], strict=False)
+    )
+
+
 class BackpackTracer(Tracer):
     """Records a forward pass; supported modules and those of ``torch.nn`` are recorded as a whole.
 
@@ -335,6 +345,8 @@ class BackpackTracer(Tracer):
 
     Attributes:
         branches: Where the forward pass asked whether it is in training mode.
+        modes: Names of the parts whose training mode the graph depends on: the mode in which they
+            took a branch; None if functions are given that of the model.
     """
 
     proxy_buffer_attributes = True
@@ -343,6 +355,7 @@ class BackpackTracer(Tracer):
         """Create the tracer."""
         super().__init__((math,))
         self.branches: list[Branch] = []
+        self.modes: dict[str, bool | None] = {}
         self._culprit: tuple[str, Module] | None = None
         self._modes: tuple[bool, ...] = ()
 
@@ -373,6 +386,19 @@ class BackpackTracer(Tracer):
                 "its class. torch.fx does not see it: put it into a class. If it is from "
                 "torch.compile, convert the module before it is compiled."
             )
+        as_they_are: tuple[str, ...] = ()  # with all that is in them
+        modules = root.named_modules(remove_duplicate=False) if isinstance(root, Module) else ()
+        for name, m in modules:
+            if name and self.is_leaf_module(m, name):
+                as_they_are += (f"{name}.",)
+            if f"{name}.".startswith(as_they_are):
+                continue
+            code = getattr(type(m).forward, "__code__", None)
+            if code is not None and _compares_identity(code):
+                raise ConversionError(
+                    f"The forward of {type(m).__name__} compares its training mode by identity "
+                    "(self.training is True), which nothing can follow: write if self.training."
+                )
         with TRACING:
             return self._trace(root, concrete_args)
 
@@ -387,6 +413,16 @@ class BackpackTracer(Tracer):
             is_random = have_changed(before, generator_states())
             if is_random:
                 set_generators(before)
+        for node in graph.nodes:
+            flags = leaves_in((node.args, node.kwargs), TrainingFlag)
+            self.modes |= dict.fromkeys(flag.owner for flag in flags)
+        self.modes.pop("", None)
+        for name, mode in self.modes.items():
+            if mode is None and root.get_submodule(name).training != root.training:
+                raise ConversionError(
+                    f"{name} of {type(root).__name__} depends on its training mode, which is "
+                    f"another one than that of the model. {MODES}"
+                )
         if is_random:
             places = {place_of(n) for n in graph.nodes if "_tensor_constant" in str(n.target)}
             raise ConversionError(
@@ -479,16 +515,18 @@ class BackpackTracer(Tracer):
             TraceError: If it changes something, which the graph would not do.
         """
 
-        def asked() -> None:
+        def asked(name: str, mode: bool) -> None:
+            self.modes.setdefault(name, mode)
             place = _users_place()
             if place is not None:
                 self.branches.append(place)
 
-        modules = list(root.modules()) if isinstance(root, Module) else []
+        paths = {m: path for path, m in root.named_modules()} if isinstance(root, Module) else {}
+        modules = list(paths)
         states = [_State(module) for module in modules]
         for module in modules:
             flag = TrainingFlag(module.training)
-            flag.asked = asked
+            flag.owner, flag.asked = paths[module], partial(asked, paths[module], module.training)
             vars(module)["training"] = flag
         flagged = [dict(vars(module)) for module in modules]
         changed: list[str] = []

@@ -14,5 +14,5 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def at_least_single(tensor: Tensor) -> Tensor:
-    """Return a tensor in a precision in which squares of small entries are not zero."""
+    """Return a tensor in a precision that has squares, sums and decompositions of its entries."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch.fx import Graph, GraphModule
@@ -24,6 +25,11 @@ MODULE_STATE = frozenset(vars(Module()))
 # What to do about changes that the graph does not follow.
 ADVICE = (
     "Change the model before it is converted, or record its functions: "
+    'extend(model, use_converter="record").'
+)
+
+MODES = (
+    "A graph has one mode for all of its functions: record them, "
     'extend(model, use_converter="record").'
 )
 
@@ -60,6 +66,8 @@ class Part(NamedTuple):
         module: What it was.
         children: Names of those that it calls by itself.
         hooks: Those of others, by number; None if the graph calls the module, too.
+        reads_mode: Whether its functions depend on its training mode.
+        branch: The mode in which they took a branch; None if they are given that of the model.
     """
 
     name: str
@@ -67,6 +75,8 @@ class Part(NamedTuple):
     module: Module
     children: list[str]
     hooks: list[int] | None
+    reads_mode: bool = False
+    branch: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,7 @@ class ConvertedModule(GraphModule):
         class_name: str,
         conversions: tuple[Conversion, ...] = (),
         branches: tuple[Branch, ...] = (),
+        modes: Mapping[str, bool | None] = MappingProxyType({}),
     ):
         """Take over the state of a module with all that the graph calls."""
         super().__init__(root, graph, class_name)
@@ -114,19 +125,21 @@ class ConvertedModule(GraphModule):
             elif isinstance(module, RNNLayers):
                 module.own_layers()
         called = {str(node.target) for node in self.graph.nodes if node.op == "call_module"}
-        vars(self)["_parts"] = [*self._find_parts(called)]
+        vars(self)["_parts"] = [*self._find_parts(called, modes)]
         vars(self)["_called"] = {
             name: (self._parent(name), self.get_submodule(name)) for name in called
         }
 
-    def _find_parts(self, called: Set[str]) -> Iterator[Part]:
+    def _find_parts(self, called: Set[str], modes: Mapping[str, bool | None]) -> Iterator[Part]:
         """Find what the graph does not call, but whose children or parameters it uses."""
         above = {name for t in called for name in accumulate(t.split(".")[:-1], "{}.{}".format)}
         owners = {module.owner for module in self.modules() if isinstance(module, ParameterModule)}
         for name, module in self.named_modules(remove_duplicate=False):
-            if name in above or (name and module in owners):
+            if name in above or name in modes or (name and module in owners):
                 hooks = None if name in called else _hooks(module)
-                yield Part(name, self._parent(name), module, _children(module), hooks)
+                parent, children = self._parent(name), _children(module)
+                mode = name in modes, modes.get(name)
+                yield Part(name, parent, module, children, hooks, *mode)
 
     def _parent(self, name: str) -> Module | None:
         above = name.rpartition(".")[0]
@@ -136,7 +149,8 @@ class ConvertedModule(GraphModule):
         """Look for changes of parts that the graph does not follow; warn of new hooks and layers.
 
         Raises:
-            RuntimeError: If a part was replaced, or has other children that it would call.
+            RuntimeError: If a part was replaced, has other children that it would call, or another
+                training mode than the model, on which its functions depend.
         """
         for i, part in enumerate(self._parts):
             name, module = part.name, part.module
@@ -146,6 +160,14 @@ class ConvertedModule(GraphModule):
                 raise RuntimeError(
                     f"{name} of {type(self).__name__} was replaced, or has other children, since "
                     f"the model was converted, and its graph does not follow that. {ADVICE}"
+                )
+            known = self.training if part.branch is None else part.branch
+            # of branches of a model that was switched as a whole, train() has told
+            has_told = part.branch is not None and self.training != self._traced_in_training
+            if part.reads_mode and module.training != known and not has_told:
+                raise RuntimeError(
+                    f"{name} of {type(self).__name__} has training={module.training}, on which its "
+                    f"functions depend, and they are those of training={known}. {MODES}"
                 )
             if part.hooks is not None and part.hooks != _hooks(module):
                 self._parts[i] = part._replace(hooks=_hooks(module))

@@ -15,15 +15,17 @@ class Permute(Module):
         """Store the order of the axes.
 
         Args:
-            *dims: Axes of the input in the order in which the output has them. Negative ones
-                count from the end.
+            *dims: Axes of the input in the order in which the output has them, one by one. Negative
+                ones count from the end.
             init_transpose: Exchange the two axes in ``dims`` instead, whatever the number of axes
                 of the input.
 
         Raises:
-            ValueError: If ``init_transpose`` is set and ``dims`` are not two.
+            ValueError: If ``init_transpose`` is set and ``dims`` are not two, or one is no integer.
         """
         super().__init__()
+        if not all(hasattr(dim, "__index__") for dim in dims):  # also integers of numpy
+            raise ValueError(f"Permute takes the axes one by one, as integers, got {dims}.")
         if init_transpose and len(dims) != 2:
             raise ValueError(f"A transpose exchanges two axes, got dims {dims}.")
         self.dims = dims

@@ -70,6 +70,8 @@ class BackpropExtension(ShowsOptions):
             TypeError: If there is a learning rate, but no such option; or a model or parameters, of
                 which no extension of the library takes any.
         """
+        if not (args or kwargs):  # as a rule
+            return super().__new__(cls)
         known = cls.__signature__.parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
         is_own = cls.__module__.partition(".")[0] == "backpack"

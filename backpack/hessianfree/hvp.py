@@ -28,7 +28,7 @@ def hessian_vector_product(
         params: Tensors that ``f`` depends on. ``[*p]`` each
         v: Tensors to multiply with, shaped like the parameters. ``[*p]`` each
         grad_params: Gradient of ``f`` with respect to ``params``, with its graph, if it is known
-            already. ``[*p]`` each
+            already. ``[*p]`` each. Parts without a graph are computed again, from that of ``f``.
         detach: Return tensors without a graph. Otherwise, the result can be differentiated.
 
     Returns:
@@ -53,9 +53,13 @@ def hessian_vector_product(
         )
     gradient = params if grad_params is None else as_tuple(grad_params)
     check_same_shapes("grad_params", gradient, "params", params)
-    # A known gradient without a graph is of no use.
-    if grad_params is None or not any(g.requires_grad for g in gradient):
-        gradient = L_op(f, params, torch.ones_like(f), detach=False)
+    known = [grad_params is not None and g.requires_grad for g in gradient]
+    if not all(known) and (f.requires_grad or not any(known)):
+        # what has no graph need not be constant
+        lacking = [p for p, is_known in zip(params, known, strict=True) if not is_known]
+        found = iter(L_op(f, lacking, torch.ones_like(f), detach=False))
+        pairs = zip(gradient, known, strict=True)
+        gradient = tuple(g if is_known else next(found) for g, is_known in pairs)
     return vjp(gradient, params, v, detach=detach)
 
 

@@ -60,8 +60,9 @@ class AutomaticDerivatives(BaseDerivatives):
     def unsupported_reason(self, c: Context) -> str | None:
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""
         saved, module = c.saved, c.module
-        if "hidden" not in saved:
+        if saved.get("evaluated") is not module:  # that of a product may be a copy
             saved["hidden"], saved["repeatable"] = evaluated_again(self._evaluation(c))
+            saved["evaluated"] = c.module
         if saved["hidden"]:
             return (
                 f"{describe(module)} depends on parameters of shapes "
@@ -181,14 +182,23 @@ def with_gradients(inputs: Sequence[Any], needed: Sequence[int]) -> list[Any]:
 
 
 def evaluated_again(evaluation: Evaluation) -> tuple[list[Parameter], bool]:
-    """Evaluate a call again, apart from the program.
+    """Evaluate a call again, apart from the program; the module that was called if a copy reads it.
 
     Returns:
-        The parameters that outputs depend on other than as arguments or own parameters: they are
-        upstream of the outputs while inputs and own parameters are detached. And whether the call
-        gives the same, and draws nothing: a draw may come out as before by chance, but the
+        The parameters that outputs depend on other than as arguments or own parameters. And whether
+        the call gives the same, and draws nothing: a draw may come out as before by chance, but the
         derivatives would draw once more.
     """
+    c = evaluation.c
+    hidden, is_repeatable = _evaluated_again(evaluation)
+    if c.module is not c.call.called and (hidden or not is_repeatable):
+        c.module = c.call.let_called_be_evaluated()
+        hidden, is_repeatable = _evaluated_again(evaluation)
+    return hidden, is_repeatable
+
+
+def _evaluated_again(evaluation: Evaluation) -> tuple[list[Parameter], bool]:
+    """Evaluate a call; parameters are hidden if they are upstream while the known are detached."""
     c = evaluation.c
     with c.call.as_it_was():  # it may have tied some since
         own = {name: c.params[name] for name in evaluation.rule.own(c.module)}

@@ -87,8 +87,9 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
             NotImplementedError: If it is random, depends on its own state or on hidden parameters.
         """
         super().check_call(c)
-        if "unsupported_reason" not in c.saved:
+        if c.saved.get("evaluated") is not c.module:  # that of a product may be a copy
             c.saved["unsupported_reason"] = self._why_no_function(c)
+            c.saved["evaluated"] = c.module
         if c.saved["unsupported_reason"] is not None:
             raise NotImplementedError(c.saved["unsupported_reason"])
 
@@ -99,10 +100,10 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
         def twice() -> list[Tensor]:
             return [reduce(torch.add, evaluation.outputs({}, evaluation.inputs)) for _ in range(2)]
 
+        hidden, _ = evaluated_again(evaluation)  # first: it may be another module from here on
         with torch.no_grad():
             # the stored value may be of low precision (autocast): two new ones agree to more
             (again, once_more), _ = evaluated_apart(twice)
-        hidden, _ = evaluated_again(evaluation)
         if hidden:
             return (
                 f"{describe(c.module)} depends on parameters of shapes "

@@ -21,7 +21,13 @@ from backpack.core.derivatives.following import Following, treatment_by
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
-from backpack.core.record.data_flow import assumption_behind, is_all_data, is_of_inputs, tensors_in
+from backpack.core.record.data_flow import (
+    NODES_OF_GRAPHS,
+    assumption_behind,
+    is_all_data,
+    is_of_inputs,
+    tensors_in,
+)
 from backpack.core.record.generators import evaluated_alike
 from backpack.core.record.kinds import ENTRIES, MOVES, RESHAPES
 from backpack.core.record.layout import Layout, unbatched
@@ -33,6 +39,11 @@ from backpack.core.types import Changes, OfInputs, OfParams
 from backpack.custom_module.function_module import FunctionModule
 
 UNKNOWN: Final = object()
+# Functions that choose rows by numbers, or add them up.
+BY_INDICES = (
+    *("gather", "getitem", "index_add", "index_copy", "index_put", "index_select"),
+    *("scatter", "scatter_add", "scatter_reduce"),
+)
 
 
 class FunctionDerivatives(AutomaticDerivatives):
@@ -350,14 +361,21 @@ class FunctionDerivatives(AutomaticDerivatives):
 
 
 def _advice(call: Call) -> str:
-    """Return what to do where a call puts together what a loop has computed of one sample each."""
+    """Return what to do about rows of graphs, or about what a loop has computed of one sample."""
+    advice = ""
+    if getattr(call.module, "name", None) in BY_INDICES and any(map(_is_index, call.inputs)):
+        advice = f" {NODES_OF_GRAPHS}"
     read = [len(shape) for shape in call.shape_in if shape is not None]
     if len(read) < 2 or max(read) >= min(map(len, call.shape_out)):
-        return ""
-    return (
+        return advice
+    return advice + (
         " Where a loop calls a module for one sample at a time, keep the axis of the batch: "
         "torch.cat([layer(row.unsqueeze(0)) for row in x]), or layer(x) at once."
     )
+
+
+def _is_index(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0 and x.dtype in (torch.int64, torch.int32)
 
 
 def moves_entries(module: Module) -> bool:

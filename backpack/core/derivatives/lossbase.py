@@ -104,8 +104,9 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
         if not self.has_likelihood(c.module):
             raise NotImplementedError(
                 f"{describe(c.module)} is not the negative log likelihood of a distribution that "
-                "targets could be drawn from, so it has no Monte-Carlo quantities. Use the "
-                "exact ones (DiagGGNExact, BatchDiagGGNExact, SqrtGGNExact, KFLR)."
+                "targets could be drawn from, so it has no Monte-Carlo quantities. Use the exact "
+                "ones: DiagGGNExact, BatchDiagGGNExact, SqrtGGNExact, GGNGram(), and of Kronecker "
+                "factors KFLR, which is KFAC(fisher='exact'), or EKFAC(fisher='exact')."
             )
         sampled = self.sampled_hessian_root(c, mc_samples)
         if mc_samples > 1:

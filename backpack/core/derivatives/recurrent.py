@@ -174,9 +174,10 @@ class RecurrentDerivatives(BaseDerivatives):
         if others and isinstance(others[0], Tensor) and not others[0].is_floating_point():
             raise NotImplementedError(
                 f"{describe(module)} was called with a PackedSequence, whose samples have no axis "
-                "of their own. Use extend(model, use_converter=True), which records what is "
-                "computed of it, or call it with a padded batch (torch.nn.utils.rnn.pad_sequence), "
-                "and leave the outputs of the padding out of the loss."
+                "of their own. Use extend(model, use_converter='record') of a model that packs and "
+                "unpacks the sequences in its forward, which records what is computed of them; or "
+                "call it with a padded batch (torch.nn.utils.rnn.pad_sequence), and leave the "
+                "outputs of the padding out of the loss."
             )
         if x.dim() != self.min_dims(module):
             raise ValueError(

@@ -34,8 +34,9 @@ def num_terms(
     output has them is asked then.
 
     Raises:
-        ValueError: If the loss does not say with ``reduction`` whether it is a mean or a sum, or
-            several outputs differ in their numbers of samples.
+        ValueError: If the loss does not say with ``reduction`` whether it is a mean or a sum, it
+            divides by another axis than that of the samples, or several outputs differ in their
+            numbers of samples.
     """
     loss: Any = loss_function
     reduction = getattr(loss, "reduction", None)
@@ -65,6 +66,12 @@ def num_terms(
             return float(_unreduced(loss, output, targets).numel())
     # of several outputs, too
     axis = axis_of_samples()
+    if is_torchs and axis:
+        raise ValueError(
+            f"{type(loss).__name__} with reduction={reduction!r} divides by the size of the first "
+            f"axis, but the samples of the output of shape {list(output.shape)} are along axis "
+            f"{axis}. Use reduction='sum', or let the model return the samples first."
+        )
     counts = {x.shape[axis] for x in tensors_of(output) if x.dim() > axis}
     if len(counts) != 1:
         raise ValueError(

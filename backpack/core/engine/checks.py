@@ -29,9 +29,14 @@ EXTEND_FIRST = (
     "forward pass, and use what it returns; with use_converter=True if functions read parameters "
     "of modules that are not called. What torch.compile(fullgraph=True) compiles is not recorded."
 )
+DERIVATIVES = (
+    "let a module without children, which has the parameters itself, compute the network and these "
+    "derivatives. Operators of backpack.linalg take such models as they are."
+)
 CONVERT = (
     "Use extend(model, use_converter=True), which follows functions of the forward pass, but no "
-    "derivatives that are computed there (torch.autograd.grad with create_graph=True, torch.func)."
+    "derivatives that are computed there (torch.autograd.grad with create_graph=True, torch.func): "
+    f"{DERIVATIVES}"
 )
 NO_SHARDS = (
     "The parameters of {} are sharded by FullyShardedDataParallel: results would be saved at "

@@ -95,10 +95,12 @@ class Accumulated(NamedTuple):
     Attributes:
         joined: What all processes have.
         local: What has been added on this process alone since, as under ``no_sync()``.
+        times: How many passes have added to what all processes have.
     """
 
     joined: Statistics | None
     local: Statistics | None
+    times: int = 0
 
 
 class Combining:
@@ -237,7 +239,9 @@ class Combining:
         if not is_wrapped():
             return None
         if self._averagings is None:
-            self._averagings = [one.averaging for one in all_live_calls() if one.averaging]
+            # the latest first: what it says of the next backward pass counts
+            calls = reversed(all_live_calls())
+            self._averagings = [one.averaging for one in calls if one.averaging]
         return next((one for one in self._averagings if id(p) in one.places), None)
 
     def _in_graph(self) -> Sequence[Call]:
@@ -383,6 +387,10 @@ class Combining:
             try:
                 before = [self._accumulated_before(part) for part in parts]
                 parts = [_plus(old.local, part) for old, part in zip(before, parts, strict=True)]
+                for old, part in zip(before, parts, strict=True):
+                    if self.accumulates:
+                        passes = f"{old.times} averaged passes or files"
+                        part.behind = f"accumulate=True (behind {passes}) "
             except Exception as caught:
                 error = caught
         communicates = self._communicates()
@@ -414,15 +422,17 @@ class Combining:
         writing = _Writing(self._finished if self.accumulates else self.write)
         for old, part in zip(before, parts, strict=True):
             is_joined = part.parameter in self.groups
-            if old.joined is not None and old.joined.is_sharded and not is_joined:
+            if not is_joined and old.joined is not None and _has_shards(old.joined, part):
                 raise NotImplementedError(LOCAL_BEHIND_ALL)
             whole = _plus(old.joined, part)
-            after.append(Accumulated(whole, None) if is_joined else Accumulated(old.joined, part))
+            after.append(
+                Accumulated(whole, None, old.times + 1) if is_joined else old._replace(local=part)
+            )
             samples = [whole.own_samples(ext) for ext in part.exts] if is_joined else []
             (whole.copy() if self.accumulates else whole).extract(writing)
             for ext, count in zip(part.exts, samples, strict=False):
                 value = getattr(part.parameter, ext.savefield, None)
-                if count is not None and isinstance(value, Tensor) and count not in value.shape:
+                if count is not None and not _has_samples(part.parameter, ext, value, count):
                     raise NotImplementedError(f"{ext!r}: {OF_OWN_SAMPLES}")
         for state, part in zip(after, parts, strict=True):
             processes = self.groups.get(part.parameter)
@@ -461,7 +471,7 @@ class Combining:
             return nothing
         if same and isinstance(first, Loaded):
             if first.state["options"] == options_of(part.exts):
-                return Accumulated(first.restored(part), None)
+                return Accumulated(first.restored(part), None, 1)
         elif same and _are_alike((first.joined or first.local).exts, part.exts):
             return first
         names = ", ".join(ext.savefield for ext in part.exts)
@@ -510,6 +520,23 @@ def options_of(exts: Sequence[Extension]) -> list[str]:
 def gathered() -> shards.gathered:
     """Let weights that are sharded be there when they are read, outside of a backward pass."""
     return shards.gathered(lambda processes, text: Combining.agree(processes, text, False))
+
+
+def _has_shards(joined: Statistics, part: Statistics) -> bool:
+    """Whether earlier passes (or a file) have shards of what a pass has whole."""
+    is_distributed = [
+        any(map(shards.is_distributed, one.values.values())) for one in (joined, part)
+    ]
+    return joined.is_sharded or is_distributed == [True, False]
+
+
+def _has_samples(p: Parameter, ext: Extension, value: Any, count: int) -> bool:
+    """Whether a result has an axis of samples, as far as that is known."""
+    if not isinstance(value, Tensor):
+        return True
+    if ext.shape == ("*p",) and value.shape == p.shape:
+        return False
+    return count in value.shape
 
 
 def _is_one(group: Any, processes: Processes) -> bool:

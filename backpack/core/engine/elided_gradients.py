@@ -194,7 +194,7 @@ def _last_calls(
     owner: dict[Any, Any] = {None: None}
     for node in reversed(order):
         # what a call has returned (or read), or all that reads the node's outputs
-        marks = [mark for mark in node.metadata.values() if isinstance(mark, Origin)]
+        marks = [mark for mark in list(node.metadata.values()) if isinstance(mark, Origin)]
         found = {returned_by.get(mark) for mark in marks} or {owner[user] for user in users[node]}
         owner[node] = next(iter(found)) if len(found) == 1 else None
     return owner

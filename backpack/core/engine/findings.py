@@ -7,15 +7,36 @@ from dataclasses import dataclass, field
 
 from backpack.core.engine import checks
 from backpack.core.engine.results import Writer
+from backpack.core.record.data_flow import NODES_OF_GRAPHS
 from backpack.utils.warning import warn
+
+# Nodes of the autograd graph that add up chosen rows.
+ADDING_ROWS = (
+    "IndexAddBackward",
+    "IndexPutBackward",
+    "ScatterAddBackward",
+    "ScatterReduceBackward",
+)
 
 MODULES_THAT_MIX = "Use eval() or modules that treat samples alone, such as GroupNorm."
 
-LOSS_THAT_MIXES = "Let each term of the loss depend on one sample."
+LOSS_THAT_MIXES = (
+    "Let each term of the loss depend on one sample. Where a loss compares samples, as contrastive "
+    "ones do, each is one of them if detach() leaves out the part of the gradient of those that it "
+    "is compared with: that is another p.grad, and not private."
+)
 
 FUNCTIONS_THAT_MIX = (
     "If functions just move the samples from the first axis, use "
     "extend(model, use_converter=True), which follows them."
+)
+
+FUNCTIONS_BESIDE = (
+    "The functions are no part of the converted model: call them in its forward if they just "
+    "move the samples. Where a loss compares the two samples of a pair, let the pairs be the "
+    "samples of the batch, [N, 2, *]. Where it compares each with all others, each is one of them "
+    "if detach() leaves out the part of the gradient of those: that is another p.grad, and not "
+    "private."
 )
 
 OTHER_ROWS = (
@@ -39,6 +60,7 @@ class Findings:
         unknown: Functions and modules that cannot be looked at.
         sizes: Layers whose samples are not as many as those of the model, or of layers behind.
         split: Layers that read several samples as one row.
+        is_converted: Whether a converted model, whose functions are known, has taken part.
     """
 
     modules: dict[str, None] = field(default_factory=dict)
@@ -50,6 +72,7 @@ class Findings:
     unknown: dict[str, None] = field(default_factory=dict)
     sizes: dict[str, None] = field(default_factory=dict)
     split: dict[str, None] = field(default_factory=dict)
+    is_converted: bool = False
 
     def tell(
         self, results: Writer, terms: Sequence[str], without_gradient: Sequence[str]
@@ -91,7 +114,10 @@ class Findings:
         if mixing and results:
             names = checks.listed(mixing)
             advice = [MODULES_THAT_MIX] if self.modules else []
-            advice += [FUNCTIONS_THAT_MIX] if self.functions else []
+            of_functions = FUNCTIONS_BESIDE if self.is_converted else FUNCTIONS_THAT_MIX
+            advice += [of_functions] if self.functions else []
+            if any(node in name for node in ADDING_ROWS for name in self.functions):
+                advice.append(NODES_OF_GRAPHS)
             advice += [LOSS_THAT_MIXES] if in_loss else []
             warn(
                 f"The network mixes the samples of a batch, in {names}: the individual gradients "

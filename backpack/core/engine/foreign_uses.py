@@ -125,5 +125,6 @@ class ForeignUses:
                 f"these, of shapes {checks.listed(shapes)}, as a penalty does. Their part of "
                 "p.grad is in no quantity. Leave a penalty to the optimiser (weight_decay), or add "
                 "its part by hand; a function of samples belongs into a module, or use "
-                "extend(model, use_converter=True).",
+                "extend(model, use_converter=True). If the loss reads derivatives of the network "
+                f"(create_graph=True), {checks.DERIVATIVES}",
             )

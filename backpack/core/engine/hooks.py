@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C import _len_torch_function_stack
 from torch.nn import Module
 from torch.nn.modules.module import _global_forward_hooks
 
 from backpack.context import CTX, STATE
 from backpack.core.engine.backward_pass import BackwardPass
+from backpack.core.engine.intercept import not_intercepted, put_back, set_aside
 from backpack.core.record import data_flow, tape
 from backpack.core.record.altered import alteration
 from backpack.core.record.compiler import forget_compiled, may_leave_graph, set_compiler
@@ -93,6 +95,7 @@ def _record(module: Module, args: tuple, kwargs: dict, output: object) -> object
             torch._dynamo.skip_frame()
         return None
     compiler = set_compiler(None)  # by a function of C: others would be compiled
+    mode = set_aside() if _len_torch_function_stack() else None  # every look at a tensor calls it
     try:
         if vars(module).get("_backpack_identity") != id(module):
             CTX.adopt(module, _record)
@@ -114,6 +117,8 @@ def _record(module: Module, args: tuple, kwargs: dict, output: object) -> object
             note_given(module, args, kwargs, output if seen is None else seen, ENTERED)
         return seen
     finally:
+        if mode is not None:
+            put_back(mode)
         set_compiler(compiler)
 
 
@@ -132,8 +137,9 @@ def _note_inputs(module: ConvertedModule, args: tuple, kwargs: dict) -> None:
         return
     compiler = set_compiler(None)
     try:
-        module.check_parts()
-        data_flow.note_inputs(module, args, kwargs, any(STATE.get().recorders))
+        with not_intercepted():
+            module.check_parts()
+            data_flow.note_inputs(module, args, kwargs, any(STATE.get().recorders))
     finally:
         set_compiler(compiler)
 

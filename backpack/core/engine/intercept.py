@@ -187,6 +187,24 @@ class InterceptBackward(overrides.TorchFunctionMode):
         return result
 
 
+def set_aside() -> InterceptBackward | None:
+    """Pop our mode while this library reads tensors; the caller puts it back if there is one."""
+    mode = _slowing()
+    return None if mode is None else overrides._pop_mode()
+
+
+def put_back(mode: InterceptBackward) -> None:
+    """Push a mode that was set aside, unless it was left meanwhile."""
+    if not mode.was_left:
+        overrides._push_mode(mode)
+
+
+def _slowing() -> InterceptBackward | None:
+    """Return our mode if functions come to it next, and nobody needs to be told of them."""
+    mode = overrides._get_current_function_mode()
+    return mode if isinstance(mode, InterceptBackward) and mode.program is None else None
+
+
 class _Away:
     """Context manager: a mode is popped, and pushed again afterwards."""
 
@@ -204,6 +222,5 @@ class _Away:
 
 def not_intercepted() -> AbstractContextManager[Any]:
     """Pop our mode, which slows down every function, where no backward pass starts."""
-    mode = overrides._get_current_function_mode()
-    is_ours = isinstance(mode, InterceptBackward) and mode.program is None
-    return _Away(mode) if is_ours else nullcontext()
+    mode = _slowing()
+    return nullcontext() if mode is None else _Away(mode)

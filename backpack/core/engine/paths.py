@@ -79,7 +79,7 @@ def path_above(node: Any, slot: int, opens_losses: bool = False) -> Path:
 
     def is_source(node: Any) -> bool:
         before = len(path.sources)
-        for key, mark in node.metadata.items():
+        for key, mark in list(node.metadata.items()):
             if not isinstance(mark, Origin) or not mark.is_output or mark.by_container:
                 continue
             is_number = mark.layout is None and not shape_of(node, key[1]).shape

@@ -443,7 +443,7 @@ class Plan:
         """Name the first nodes of the autograd graph between a tensor and the reached calls."""
 
         def is_reached(node: Any) -> bool:
-            marks = node.metadata.values()
+            marks = list(node.metadata.values())
             return any(isinstance(m, Origin) and m in self.producers for m in marks)
 
         between = nodes_above([x.grad_fn], until=is_reached)

@@ -27,6 +27,7 @@ from backpack.core.engine.extracted import (
     Bases,
     max_factor_size,
     named,
+    names_of,
 )
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.modified_losses import loss_scale, root_of_scale
@@ -201,7 +202,11 @@ class SampledFactor(LossFactor):
         self, call: Visit, backpropagation: Backpropagation, scale: Tensor | None
     ) -> Emission:
         """Draw for the whole batch."""
-        return _of_whole_batch(LossHessian(call).drawn_root(self.mc_samples), scale)
+        try:
+            drawn = LossHessian(call).drawn_root(self.mc_samples)
+        except NotImplementedError as error:  # there is nothing to draw from
+            raise NotImplementedError(f"{names_of(backpropagation.exts)}: {error}") from error
+        return _of_whole_batch(drawn, scale)
 
 
 @dataclass(frozen=True)

@@ -283,6 +283,29 @@ def _dropout(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
     return torch.mul, (x, kept.to(x.dtype) / (1 - p) if p < 1 else kept.to(x.dtype)), {}
 
 
+def _interpolate(mode: str) -> Reader:
+    """Interpolation to a size, or by factors, which need not be the ratios of the sizes."""
+
+    def read(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
+        names = ("scales", "scales_d", "scales_h", "scales_w")
+        factors = tuple(f for name in names if (f := _stored(node, name)) is not None)
+        size = tuple(shape_of(node, 0).shape[2:])
+        to: dict[str, Any] = {"scale_factor": factors} if factors else {"size": size}
+        options = {"mode": mode, "align_corners": _stored(node, "align_corners")}
+        return F.interpolate, arguments, {**to, **options}
+
+    return read
+
+
+# Nodes are named by mode and number of axes.
+INTERPOLATIONS = {
+    **{f"UpsampleNearest{n}D": _interpolate("nearest") for n in (1, 2, 3)},
+    **{f"UpsampleNearestExact{n}D": _interpolate("nearest-exact") for n in (1, 2, 3)},
+    "UpsampleLinear1D": _interpolate("linear"),
+    "UpsampleBilinear2D": _interpolate("bilinear"),
+    "UpsampleBicubic2D": _interpolate("bicubic"),
+    "UpsampleTrilinear3D": _interpolate("trilinear"),
+}
 READERS: dict[str, Reader] = {
     "AdaptiveAvgPool2D": _adaptive_pool,
     "Add": _sum(1),
@@ -299,6 +322,7 @@ READERS: dict[str, Reader] = {
     "Sub": _sum(-1),
     "Topk": _sorted,
     "Where": _where,
+    **INTERPOLATIONS,
 }
 
 

@@ -130,7 +130,7 @@ class SampleFlow:
                 continue  # if it is that of a container, what reads the output follows it
             if call.is_transparent:  # its input is kept without a graph
                 node: Any = torch._C._current_autograd_node()
-                slots = [key[1] for key, one in node.metadata.items() if one is mark]
+                slots = [key[1] for key, one in list(node.metadata.items()) if one is mark]
                 slot = slots[0] if slots else 0
             else:
                 node, slot = x.grad_fn, x.output_nr
@@ -172,6 +172,7 @@ class SampleFlow:
         if call.trained and not call.rows_are_samples:
             self._check_split(call)
         if call.is_followed:
+            self.found.is_converted = True
             for i in paths:  # functions that were not seen all the same
                 self._check(call, i, paths[i], is_loss)
             return

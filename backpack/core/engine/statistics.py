@@ -26,8 +26,9 @@ from backpack.core.engine.products import Products
 from backpack.core.types import Extension, Save
 
 JOINED = frozenset(JOINT_FACTORS.values())
-# Sums a tensor over processes.
-Total = Callable[[Tensor], Tensor]
+Map = Callable[[Tensor], Tensor]
+# Applies a map on all processes, and sums what it returns.
+SumOfProcesses = Callable[[Map, Tensor], Tensor]
 
 
 class Name(NamedTuple):
@@ -56,10 +57,12 @@ class Statistics:
         is_sharded: Whether processes have shards of the parameter, and of what has its shape.
         unit: What the parameter is sharded together with.
         name: What the parameter is called on all processes, if there are several.
+        behind: What all processes have added up before, in words.
         extract: Saves the results.
     """
 
     unit: Any = None
+    behind: str = ""
     extract: Callable[[Save], None]
 
     def __init__(
@@ -131,7 +134,9 @@ class Statistics:
         """Return the numbers of samples (or positions), which add up, if results depend on them."""
         return list(self.numbers.values()) if self._added() else []
 
-    def set_totals(self, sums: Iterator[Tensor], counts: Iterator[int], total: Total) -> None:
+    def set_totals(
+        self, sums: Iterator[Tensor], counts: Iterator[int], together: SumOfProcesses
+    ) -> None:
         """Replace :meth:`sums` and :meth:`counts` by those of all parts."""
         for name in self._added():
             if not self._is_spread(name):
@@ -240,34 +245,34 @@ class OfRule(Statistics):
 class SumOfMaps:
     """The sum of linear maps ``[V, *p] -> [V, *p]``, times a factor, and summed over processes."""
 
-    def __init__(
-        self, maps: Sequence[Callable[[Tensor], Tensor]], factor: float, total: Total | None
-    ):
-        """Remember what to apply; with ``total``, all processes have to, to the same vectors."""
+    def __init__(self, maps: Sequence[Map], factor: float, together: SumOfProcesses | None):
+        """Remember what to apply; if ``together``, all have to, to the same vectors."""
         self.maps = tuple(maps)
         self.factor = factor
-        self.total = total
+        self.together = together
 
     def __call__(self, mat: Tensor) -> Tensor:
         """Apply the sum to ``[V, *p]``, or ``[*p]``: same shape.
 
         Raises:
             ValueError: If the shape does not match.
-            RuntimeError: If a parameter was changed since the backward pass.
+            RuntimeError: If a parameter was changed since the backward pass, or other processes
+                multiply other vectors, or fail.
         """
+        return self._own(mat) if self.together is None else self.together(self._own, mat)
+
+    def _own(self, mat: Tensor) -> Tensor:
         first, *others = self.maps
         result = first(mat)
         for one in others:
             result = result + one(mat)
-        if self.factor != 1:
-            result = result * self.factor
-        return result if self.total is None else self.total(result)
+        return result if self.factor == 1 else result * self.factor
 
 
 class OfMaps(Statistics):
     """Products with curvature, which are computed when they are asked for."""
 
-    def __init__(self, parameter: Parameter, ext: Extension, value: Callable[[Tensor], Tensor]):
+    def __init__(self, parameter: Parameter, ext: Extension, value: Map):
         """Start with one."""
         super().__init__(parameter, (ext,), {})
         self.map = value
@@ -277,9 +282,11 @@ class OfMaps(Statistics):
         if factor != 1:
             self.map = SumOfMaps([self.map], factor, None)
 
-    def set_totals(self, sums: Iterator[Tensor], counts: Iterator[int], total: Total) -> None:
+    def set_totals(
+        self, sums: Iterator[Tensor], counts: Iterator[int], together: SumOfProcesses
+    ) -> None:
         """Sum products over processes, when they are computed."""
-        self.map = SumOfMaps([self.map], 1, total)
+        self.map = SumOfMaps([self.map], 1, together)
 
     def plus(self, other: OfMaps) -> OfMaps:
         """Add the maps."""

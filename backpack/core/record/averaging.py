@@ -32,10 +32,26 @@ class Averaging(NamedTuple):
         """Ask the wrapper while it runs: whether it averages cannot be found out later."""
         places = _places.get(wrapper)
         if places is None:
-            places = {id(p): i for i, p in enumerate(wrapper._module_parameters)}
-            _places[wrapper] = places
+            places = _places[wrapper] = _averaged_by(wrapper)
         is_on, may_stop = wrapper.require_backward_grad_sync, wrapper._join_config.enable
         return cls(wrapper.process_group, is_on, may_stop, places)
+
+
+def _averaged_by(wrapper: Any) -> dict[int, int]:
+    """Number the parameters whose gradients a wrapper averages, by their ids.
+
+    Those that were frozen when the wrapper was made are not among them, also if they are not frozen
+    any more: its buckets tell, which are asked for only then, since that takes their memory.
+    """
+    places = {id(p): i for i, p in enumerate(wrapper._module_parameters)}
+    if wrapper._get_ddp_logging_data()["num_parameter_tensors"] == len(places):
+        return places
+    try:
+        buckets = wrapper.reducer._get_zeros_like_grad_buckets()
+        averaged = {id(p) for bucket in buckets for p in bucket.parameters()}
+    except RuntimeError:  # a bucket of sparse gradients has no memory
+        averaged = {id(p) for p in wrapper._module_parameters if p.requires_grad}
+    return {key: i for key, i in places.items() if key in averaged}
 
 
 def is_wrapped() -> bool:

@@ -90,14 +90,17 @@ def linear_cross_entropy(
     **others: Any,
 ) -> Apply | None:
     """Cross entropy of a linear layer: as two modules."""
+    weight = others.pop("weight", None)
     if not is_static(ignore_index, others):
         return None
     tensors = [x for x in (input, linear_weight, linear_bias) if x is not None]
     layer = FunctionModule(class_scores, [Slot(i) for i in range(len(tensors))])
-    lossfunc = nn.CrossEntropyLoss(
-        ignore_index=-100 if ignore_index is None else ignore_index, **others
-    )
-    return Apply(lossfunc, (Apply(layer, tuple(tensors)), target))
+    scores = Apply(layer, tuple(tensors))
+    others["ignore_index"] = -100 if ignore_index is None else ignore_index
+    if weight is None:
+        return Apply(nn.CrossEntropyLoss(**others), (scores, target))
+    weighted = FunctionModule(nn.functional.cross_entropy, [Slot(0), Slot(1), Slot(2)], others)
+    return Apply(weighted, (scores, target, weight))
 
 
 def weight_of_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:

@@ -58,6 +58,13 @@ NO_SAMPLES = (
 )
 
 
+NODES_OF_GRAPHS = (
+    "If rows are the nodes of several graphs, each graph is a sample: backpack.assign_samples(x, "
+    "graph) says which one each row belongs to, before the model that extend(model, "
+    "use_converter=True) has returned is called."
+)
+
+
 def note_inputs(
     module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_part: bool = False
 ) -> None:

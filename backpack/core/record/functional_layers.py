@@ -211,6 +211,17 @@ def group_norm(
     return _with(nn.GroupNorm, {"weight": weight, "bias": bias}, eps=eps, **options)
 
 
+def loss(kind: type[Module]) -> Callable[..., Module | None]:
+    """Losses with tensors as weights; what is trained reaches a loss as its prediction alone."""
+
+    def make(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Module | None:
+        weights = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        is_loss = weights and not any(x.requires_grad for x in (target, *weights))
+        return kind(*args, **kwargs) if is_loss else None
+
+    return make
+
+
 BATCH_NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
 

@@ -49,8 +49,9 @@ class Row:
         is_view: Whether the result may share its memory with the first argument.
         keep: Whether to keep calls whose result is not used.
         treatment: What it does with the entries of its tensors; None for anything else.
-        layer: From the arguments of a recorded call to the layer with the same parameters, whose
-            input is the first argument; None if the call is none of a layer.
+        layer: From the arguments of a recorded call to the layer with the same parameters, or the
+            loss with the same weights; None if the call is none of one.
+        inputs: Names of the inputs of the layer, the first arguments.
         reading: From the arguments of a call, where a ``Weight`` stands for each parameter that it
             reads, perhaps transposed, to the layer and its input; likewise.
     """
@@ -62,12 +63,19 @@ class Row:
     keep: bool = False
     treatment: str | None = None
     layer: Callable[..., Module | None] | None = None
+    inputs: tuple[str, ...] = ("input",)
     reading: Callable[..., layers.Reading | None] | None = None
 
 
 def _rows(*functions: str, **common: Any) -> list[Row]:
     """Return rows that have all in common but the names of their functions."""
     return [Row(names, **common) for names in functions]
+
+
+def _weighted_losses(*losses: tuple[str, type[Module]]) -> list[Row]:
+    """Return rows of losses that may have tensors as weights, and are modules without them, too."""
+    inputs = ("input", "target")
+    return [Row(name, loss(kind), layer=layers.loss(kind), inputs=inputs) for name, kind in losses]
 
 
 TABLE: tuple[Row, ...] = (
@@ -319,12 +327,14 @@ TABLE: tuple[Row, ...] = (
     Row("F.l1_loss", loss(nn.L1Loss)),
     Row("F.smooth_l1_loss", loss(nn.SmoothL1Loss)),
     Row("F.huber_loss", loss(nn.HuberLoss)),
-    Row("F.cross_entropy", loss(nn.CrossEntropyLoss)),
+    *_weighted_losses(
+        ("F.cross_entropy", nn.CrossEntropyLoss),
+        ("F.nll_loss", nn.NLLLoss),
+        ("F.binary_cross_entropy", nn.BCELoss),
+        ("F.binary_cross_entropy_with_logits", nn.BCEWithLogitsLoss),
+    ),
     Row("F.linear_cross_entropy", to.linear_cross_entropy),
-    Row("F.nll_loss", loss(nn.NLLLoss)),
     Row("F.kl_div", loss(nn.KLDivLoss)),
-    Row("F.binary_cross_entropy", loss(nn.BCELoss)),
-    Row("F.binary_cross_entropy_with_logits", loss(nn.BCEWithLogitsLoss)),
     Row("F.soft_margin_loss", loss(nn.SoftMarginLoss)),
     # tensors without a gradient
     Row("torch.zeros_like torch.ones_like torch.full_like torch.empty_like", treatment=CONSTANT),

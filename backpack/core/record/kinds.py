@@ -36,6 +36,7 @@ class TrainingFlag(int):
     """
 
     asked: Callable[[], None]
+    owner: str  # name of the module
 
     def __bool__(self) -> bool:
         """Report that the forward pass depends on the mode, and return the mode."""
@@ -46,11 +47,33 @@ class TrainingFlag(int):
         """Compare, which is asking, too."""
         return bool(self) == other
 
+    def __ne__(self, other: object) -> bool:
+        """Compare, likewise."""
+        return bool(self) != other
+
     __hash__ = int.__hash__
 
     def __repr__(self) -> str:
         """Return the mode."""
         return repr(int(self) != 0)
+
+    @classmethod
+    def ask(cls, name: str) -> None:
+        """Let a method that computes with the mode report that, too."""
+
+        def method(self: TrainingFlag, *others: Any) -> Any:
+            self.asked()
+            return plain(int(self) != 0, *others)
+
+        plain = getattr(bool, name)
+        setattr(cls, name, method)
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor"):
+    TrainingFlag.ask(f"__{_name}__")
+    TrainingFlag.ask(f"__r{_name}__")
+for _name in ("float", "format", "str", "neg", "invert"):
+    TrainingFlag.ask(f"__{_name}__")
 
 
 def kind(argument: Any) -> Kind:

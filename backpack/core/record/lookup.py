@@ -298,7 +298,7 @@ def row_of(target: Callable[..., Any] | str) -> Row | None:
 
 
 def layer_of(row: Row | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Module | None:
-    """Return the layer that has the parameters among the arguments of a function.
+    """Return the layer that has the parameters (or weights) among the arguments of a function.
 
     None if there is none, or if the first argument is not one with samples: weights that are
     standardised, or a parameter. What a model is called with is no parameter.

@@ -9,9 +9,19 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, repeat
-from types import MappingProxyType, MemberDescriptorType
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Size, Tensor
@@ -31,9 +41,15 @@ NOTHING = object()
 PLAIN = frozenset({bool, int, float, str, type(None)})
 SEQUENCES = frozenset({tuple, list, Size})
 T = TypeVar("T", bound="ModuleState")
+# What every module has, and every extended one.
+_OF_MODULES = frozenset({*vars(Module()), "__prepare_scriptable__"})
+# How many values are looked at that the attributes of a module lead to.
+MAX_HELD = 10_000
 # Names of options of the classes of torch, whose instances have the same attributes. Those of a
 # module that stands for a function stay what they are.
 _OPTIONS: dict[type[Module], tuple[str, ...]] = {FunctionModule: ()}
+# Slots of classes: of which there are hundreds of attributes to look through.
+_SLOTS: WeakKeyDictionary[type[Module], list[MemberDescriptorType]] = WeakKeyDictionary()
 
 
 class ModuleState:
@@ -52,6 +68,7 @@ class ModuleState:
         views: Shards of the parameters that inputs and outputs are views of.
         shards: Those, and of the parameters that the call has read.
         has_unknown_shards: Whether parameters are sharded, and nobody knows where the shards are.
+        attributes: Those of a module that a copy would read, at the time of the call.
     """
 
     addresses: tuple[int, ...] = ()
@@ -59,6 +76,7 @@ class ModuleState:
     views: tuple[Shard, ...] = ()
     shards: tuple[Shard, ...] = ()
     has_unknown_shards = False
+    attributes: Sequence[Entry] = ()
 
     def _note_module(self, module: Module, own: Mapping[str, Parameter | None]) -> None:
         """Note what a module has now, and its own parameters that derivatives are about."""
@@ -68,7 +86,7 @@ class ModuleState:
         names = _OPTIONS[kind] if kind in _OPTIONS else _names_of_options(module)
         values = tuple(map(vars(module).get, names, repeat(NOTHING)))
         if list in map(type, values):  # they may change in place
-            values = tuple([x.copy() if type(x) is list else x for x in values])
+            values = tuple(map(copy_of_list, values))
         self.options = names, values
         self.params: dict[str, Parameter] = {}
         for name, p in own.items():
@@ -102,11 +120,32 @@ class ModuleState:
         )
 
     def with_options(self) -> Module:
-        """Return a module with the options of the call, in the place of one that has others now."""
+        """Return a module with the options of the call, in the place of one that has others now.
+
+        That is a copy. A module whose attributes hold it is evaluated itself, and is given the
+        attributes for as long: see :meth:`as_it_was`.
+        """
         own = vars(self.module)
         each = zip(*self.options, strict=True)
         options = {name: was for name, was in each if name in own or was is not NOTHING}
-        return copied(self.module, options) if options else self.module
+        if not options:
+            return self.module
+        if not holds_itself(self.module):
+            return copied(self.module, options)
+        had = _added(self.module) | options
+        self.attributes = [(own, name, copy_of_list(x)) for name, x in had.items()]
+        return self.module
+
+    def let_called_be_evaluated(self) -> Module:
+        """Evaluate the module that was called, as a copy has turned out to read it.
+
+        Such as by a function that finds it in a list: see :meth:`as_it_was`.
+        """
+        if self.module is not self.called:  # another thread may have found it out
+            own, had = vars(self.called), _added(self.module)
+            self.attributes = [(own, name, copy_of_list(x)) for name, x in had.items()]
+            self.module = self.called
+        return self.called
 
     @property
     def state(self) -> list[State]:
@@ -189,6 +228,8 @@ class ModuleState:
         if mode != self.training:
             self.module.training = self.training
         replaced = self.swap_tensors(self.module, precision)
+        replaced += [(own, name, own.get(name, NOTHING)) for own, name, _ in self.attributes]
+        put([(own, name, copy_of_list(x)) for own, name, x in self.attributes])
         try:
             with device_of_program():
                 yield
@@ -287,13 +328,91 @@ def copied(module: Module, options: Mapping[str, Any] | None = None) -> Module:
     """Copy a module, but not its tensors and children, with other attributes."""
     copy = object.__new__(type(module))
     tensors = {"_parameters": module._parameters.copy(), "_buffers": module._buffers.copy()}
+    own = vars(copy)
+    own.update(vars(module), **tensors)
+    put([(own, *option) for option in (options or {}).items()])
     # its calls are not to make it one of the extended modules, which it is in the place of
-    own = {**vars(module), **tensors, **(options or {}), "_backpack_identity": id(copy)}
-    vars(copy).update((name, value) for name, value in own.items() if value is not NOTHING)
-    for slot in chain.from_iterable(vars(base).values() for base in type(module).__mro__):
-        if isinstance(slot, MemberDescriptorType) and hasattr(module, slot.__name__):
+    own["_backpack_identity"] = id(copy)
+    for slot in _slots_of(type(module)):
+        if hasattr(module, slot.__name__):
             slot.__set__(copy, getattr(module, slot.__name__))
     return copy
+
+
+def holds_itself(module: Module) -> bool:
+    """Whether attributes of a module lead to it, so that a copy would read its parameters.
+
+    Such as methods of it, in tables as well, what was put in the place of ``forward``, or an object
+    that has the module. Code of other places is not looked at.
+    """
+    waiting = [x for x in _added(module).values() if type(x) not in PLAIN]
+    seen: dict[int, Any] = {}
+    for _ in range(MAX_HELD):
+        if not waiting:
+            break
+        value = waiting.pop()
+        if value is module:
+            return True
+        kind = type(value)
+        if id(value) in seen or kind in PLAIN or issubclass(kind, (Tensor, type, ModuleType)):
+            continue
+        seen[id(value)] = value
+        if issubclass(kind, Module):
+            waiting += [x for x in value.modules() if x is module]
+        elif issubclass(kind, FunctionType):
+            waiting += _held_by_function(value)
+        elif issubclass(kind, MethodType):
+            waiting += [value.__func__, value.__self__]
+        elif issubclass(kind, ref):
+            waiting.append(value())
+        elif issubclass(kind, partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+        elif issubclass(kind, dict):
+            waiting += value.values()
+        elif issubclass(kind, (list, tuple, set)):
+            waiting += [] if PLAIN.issuperset(map(type, value)) else value
+        else:
+            waiting += _attributes(value)
+    return False
+
+
+def _added(module: Module) -> dict[str, Any]:
+    """Return the attributes of a module that not every module has."""
+    own = vars(module).items()
+    return {k: x for k, x in own if k not in _OF_MODULES and not k.startswith("_backpack")}
+
+
+def _attributes(value: Any) -> list[Any]:
+    """List the values of an object's attributes; nothing if it has none of its own."""
+    try:
+        return [*vars(value).values()]
+    except (TypeError, ReferenceError):  # slots alone, or a proxy of what is gone
+        return []
+
+
+def _held_by_function(function: FunctionType) -> list[Any]:
+    """List what a function reads: values around it, defaults, and modules by their global names."""
+    cells = [cell for cell in function.__closure__ or () if cell != CellType()]
+    codes = [function.__code__]
+    for code in codes:
+        codes += [x for x in code.co_consts if isinstance(x, CodeType)]
+    known = [function.__globals__.get(name) for code in codes for name in code.co_names]
+    return [
+        *(cell.cell_contents for cell in cells),
+        *(function.__defaults__ or ()),
+        *(function.__kwdefaults__ or {}).values(),
+        *vars(function).values(),
+        *(x for x in known if issubclass(type(x), Module)),
+    ]
+
+
+def _slots_of(kind: type[Module]) -> Sequence[MemberDescriptorType]:
+    """Return the slots of a class of modules, which few have."""
+    known = _SLOTS.get(kind)
+    if known is None:
+        members = chain.from_iterable(vars(base).values() for base in kind.__mro__)
+        known = _SLOTS[kind] = [x for x in members if isinstance(x, MemberDescriptorType)]
+    return known
 
 
 def tensors_of_modules(module: Module) -> list[dict[str, Any]]:
@@ -305,6 +424,11 @@ def tensors_of_modules(module: Module) -> list[dict[str, Any]]:
 
 def _differ(tensors: dict[str, Any], read: dict[str, Any]) -> bool:
     return bool(read) and any(map(operator.is_not, map(tensors.get, read), read.values()))
+
+
+def copy_of_list(value: Any) -> Any:
+    """Return a copy of a list, which may change in place; anything else as it is."""
+    return value.copy() if type(value) is list else value
 
 
 def put(entries: Sequence[Entry]) -> None:

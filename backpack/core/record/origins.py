@@ -133,7 +133,7 @@ def upstream(tensor: Tensor, stop: Callable[[Origin], bool]) -> tuple[list[Origi
     found: list[Origin] = []
 
     def is_end(node: Any) -> bool:
-        marks = [m for m in node.metadata.values() if isinstance(m, Origin) and stop(m)]
+        marks = [m for m in list(node.metadata.values()) if isinstance(m, Origin) and stop(m)]
         found.extend(marks)
         return bool(marks)
 

@@ -105,11 +105,15 @@ def listen(tensor: Tensor, listener: Callable[[Any], None]) -> None:
         listeners = node.metadata[key] = [listener]
 
         def tell(grads: Sequence[Any]) -> None:
-            for number, hook in reversed(known().items()):
+            hooks: Any = known()
+            for number in reversed(list(hooks)):  # at once: other threads may change them
                 if number == own:  # those that come before have been called
                     break
+                hook = hooks.get(number)
                 function = getattr(hook, "func", hook)  # of a partial one
-                if not (getattr(function, "__module__", None) or "").startswith("backpack."):
+                if hook is not None and not (
+                    getattr(function, "__module__", None) or ""
+                ).startswith("backpack."):
                     _tell_afterwards(listeners, slot)
                     return
             for each in reversed(listeners):
@@ -136,7 +140,7 @@ def calls_above(nodes: Iterable[Any]) -> list[Call]:
     """Return the recorded calls that gradients of these nodes of the graph may reach."""
     found: dict[Call, None] = {}
     for node in nodes_above(nodes):
-        for key, listeners in node.metadata.items():
+        for key, listeners in list(node.metadata.items()):
             if isinstance(key, tuple) and key[0] == LISTENERS:
                 bound = [x for each in listeners for x in each.args]
                 found |= dict.fromkeys(x for x in bound if isinstance(x, Call))

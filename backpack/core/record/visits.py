@@ -79,7 +79,7 @@ class Visit(Call):
         """Refuse input without a batch axis, or whose samples are not known."""
         shape, rule = self.shape_out[0], self.derivatives
         if shape and not shape[0] and not self.num_rows:
-            raise ValueError(f"{self!r} was called with an empty batch.")
+            raise ValueError(f"{self!r} was called with an empty batch. Skip empty batches.")
         if self.misplaced is not None:
             raise ValueError(self.misplaced)
         if rule is None:
@@ -280,7 +280,7 @@ class Visit(Call):
         """
         clone: Visit = object.__new__(Visit)
         vars(clone).update(vars(self))
-        clone.call, clone.module, clone.producers = None, self.with_options(), {}
+        clone.call, clone.module, clone.producers = None, clone.with_options(), {}
         if create_graph:
             clone.inputs = self.whole_inputs()
         else:

@@ -16,6 +16,8 @@ class BatchL2Grad(ChoosesSamples, FirstOrderBackpropExtension):
 
     :Shape: ``[N]``
     :Scale: With a mean each carries 1/N².
+        In ``float16``, squares are infinite from norms of 256 on, and zero for small entries (below
+        2e-4): use ``bfloat16``, or ``torch.autocast``, where parameters are of ``float32``.
     :Cost: Where the individual gradient of a layer is an outer product, the product of two norms;
         over positions, of two Gram matrices. The individual gradients are then never formed.
     :Source: Goodfellow, Efficient per-example gradient computations (arXiv 1510.01799, 2015).

@@ -13,6 +13,9 @@ class SumGradSquared(ChoosesSamples, FirstOrderBackpropExtension):
 
     :Shape: ``[*p]``
     :Scale: With a mean it carries 1/N².
+        In ``float16``, sums of squares are infinite from 65504 on, and squares of entries below
+        2e-4 are zero: use ``bfloat16``, or ``torch.autocast``, where parameters are of
+        ``float32``.
     :Cost: The products of the gradient, squared in slices: the individual gradients are not held
         all at once, unless the parameter is used several times.
     :Source: Dangel, Kunstner, Hennig, BackPACK: packing more into backprop (ICLR 2020).

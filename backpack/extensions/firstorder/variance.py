@@ -22,7 +22,9 @@ class Variance(ChoosesSamples, FirstOrderBackpropExtension):
 
     :Shape: ``[*p]``
     :Scale: With a mean it carries 1/N²: multiply it by N² for the variance of the gradients of the
-        samples' own losses.
+        samples' own losses. In ``float16``, it is infinite where the sum of squares is more than
+        65504, and squares of entries below 2e-4 are zero: use ``bfloat16``, or ``torch.autocast``,
+        where parameters are of ``float32``.
     :Cost: That of :class:`SumGradSquared`.
     :Source: Dangel, Kunstner, Hennig, BackPACK: packing more into backprop (ICLR 2020).
     """
