@@ -13,7 +13,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from backpack import backpack, extend
-from backpack.distributed.data_group import digest
+from backpack.distributed.agreement import digest
 from backpack.linalg import (
     EKFAC,
     GGN,

@@ -58,7 +58,7 @@ def _exported(name: str, state: Any, names: Mapping[Parameter | None, str]) -> d
     """Return what extensions have accumulated at one parameter."""
     if isinstance(state, Loaded):
         return state.state
-    joined, local = state
+    joined, local = state.joined, state.local
     if local is not None and are_several():
         raise NotImplementedError(
             f"{name} has quantities that this process alone has accumulated (no_sync(), or "

@@ -228,17 +228,3 @@ def _gathered(group: ProcessGroup, values: Sequence[Tensor]) -> list[Tensor]:
         distributed.all_gather(parts, padded, group=group)
         found.append(torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)]))
     return found
-
-
-def digest(tensor: Tensor) -> str:
-    """Tell a tensor from others by its bits, whatever the order in which they are added up."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.detach().contiguous().view(kinds[tensor.element_size()]).flatten().long()
-    # mixes each entry with its place, so that no two entries can change places unnoticed
-    for factor in (-7046029254386353131, -4658895280553007687, -7723592293110705685):
-        places = torch.arange(1, len(bits) + 1, device=bits.device)
-        bits = (bits + places) * factor
-        bits = bits ^ (bits >> 29)
-    return f"{int(bits.sum()):x}"

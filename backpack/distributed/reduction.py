@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from backpack.core.engine.statistics import Statistics
+from backpack.core.engine.statistics import Map, Statistics
 from backpack.core.record.averaging import Processes
 from backpack.distributed import agreement
 from backpack.distributed.shards import Piece, scattered
 from backpack.distributed.sums import all_reduced, exact_total, precision
+
+OF_ALL = (
+    "Products with blocks are those of all processes, which have to compute the same ones with the "
+    "same vectors, to the last bit (draw random ones with a generator of one seed, or broadcast "
+    "them), or use backpack(..., process_group=None)."
+)
 
 
 def check_group(group: Any) -> None:
@@ -70,13 +77,38 @@ def reduce(processes: Processes, parts: Sequence[Statistics], error: Exception |
     found = iter(totals([value for own in sums for value in own], total_of_sums))
     counts = iter(_counts([count for own in numbers for count in own], devices, total))
     for part in parts:
-        part.set_totals(found, counts, total)
+        part.set_totals(found, counts, partial(_product, processes, _what(part)))
 
 
 def tell(processes: Processes, error: Exception) -> None:
     """Tell processes of an error when they come to reduce, or agree on something; wait for none."""
     for group in processes.groups:
         agreement.tell(group, error)
+
+
+def _what(part: Statistics) -> str:
+    return f"{', '.join(map(repr, part.exts))} of {part.name.shown}"
+
+
+def _product(processes: Processes, what: str, own: Map, mat: Tensor) -> Tensor:
+    """Sum over processes what each has found for the same vectors.
+
+    Raises:
+        RuntimeError: If vectors differ, an error has stopped a process, or one does not come.
+    """
+    try:
+        found = own(mat)
+        text = f"{what} times {list(mat.shape)} {mat.dtype} {agreement.digest(mat)}"
+    except agreement.NotAgreedError:  # they know
+        raise
+    except Exception as error:
+        tell(processes, error)
+        raise
+    try:
+        _agree(processes, text, text)
+    except agreement.NotAgreedError as error:
+        raise agreement.NotAgreedError(f"{OF_ALL} {error}") from error
+    return exact_total(found, processes.groups)
 
 
 def agree(processes: Processes, text: str, may_differ: bool) -> bool:
@@ -133,12 +165,13 @@ def _plan(parts: Sequence[Statistics], error: Exception | None) -> tuple[str, st
         text = agreement.stopped(error)
         return text, text
     lines = [
-        f"{part.name.key} {', '.join(map(repr, part.exts))}: {part.signature()}" for part in parts
+        f"{part.name.key} {part.behind}{', '.join(map(repr, part.exts))}: {part.signature()}"
+        for part in parts
     ]
     parameters: dict[str, list[str]] = {}
     for part in parts:
         for ext in part.exts:
-            parameters.setdefault(repr(ext), []).append(part.name.shown)
+            parameters.setdefault(f"{part.behind}{ext!r}", []).append(part.name.shown)
     short = [
         f"{ext} of {len(names)} parameters ({shorten(' '.join(names), 120, placeholder=' …')})"
         for ext, names in parameters.items()
