@@ -23,6 +23,7 @@ from backpack.linalg import (
     spectral_density,
     trace,
 )
+from backpack.linalg.estimators import _xdiag, randomness
 
 P = 40
 
@@ -348,6 +349,8 @@ def test_wrong_arguments() -> None:
         trace(operator, 5, "hutch++")
     with pytest.raises(ValueError, match="at least 1, got 0"):
         trace(operator, vectors_at_once=0)
+    with pytest.raises(ValueError, match="vectors_at_once has to be at least 1, got -1"):
+        frobenius_norm(operator, vectors_at_once=-1)
     with pytest.raises(ValueError, match="steps=0"):
         spectral_density(operator, steps=0)
     with pytest.raises(ValueError, match="width"):
@@ -408,3 +411,20 @@ def test_many_rows_in_single_precision() -> None:
     flat = Diagonal(torch.linspace(1, 1.01, size, dtype=torch.float32))
     nodes = spectral_density(flat, 2, 6, generator=seeded()).nodes
     assert nodes.min() < 1.001 and nodes.max() > 1.009
+
+
+def test_xdiag_has_no_bias_where_signs_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean over all signs there are is the truth, with as many products as were asked for."""
+    matrix = torch.randn(4, 4)
+    total, operator = torch.zeros(4), Dense(matrix)
+    # minus a vector is as good as that; three are drawn: of which two may be the same, one alone
+    columns = [(1.0, *rest) for rest in itertools.product([-1.0, 1.0], repeat=3)]
+    triples = list(itertools.product(columns, repeat=3))
+    for triple in triples:
+        draw = randomness(operator, None, None, False)
+        monkeypatch.setattr(type(draw), "signs", lambda *_, triple=triple: torch.tensor(triple).T)
+        operator.chunks.clear()
+        found = _xdiag(draw, 6)
+        assert found.products == sum(operator.chunks) <= 6
+        total += found.value
+    assert_close(total / len(triples), matrix.diagonal())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import oracle
@@ -267,3 +268,26 @@ def test_tangent_kernel_of_nothing() -> None:
         NTK(model, X, params=[*model.parameters(), aside])
     with pytest.raises(ValueError, match="no parameter requires a gradient"):
         NTK(model, X, params=[])
+    first, *others = model.parameters()
+    first.requires_grad_(False)
+    shape = re.escape(str([[*first.shape]]))
+    with pytest.raises(ValueError, match=f"{shape}.*leave them out"):
+        NTK(model, X, params=[first, *others])
+
+
+class StepsFirst(nn.Module):
+    """A recurrent model with the outputs ``[T, N, H]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.RNN(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+def test_tangent_kernel_of_outputs_with_the_steps_first() -> None:
+    """They are no samples, also where there are as many."""
+    for steps in (4, 5):
+        with pytest.raises(ValueError, match=r"axis 1.*output\.transpose\(0, 1\)"):
+            NTK(StepsFirst(), torch.randn(steps, 4, 3))

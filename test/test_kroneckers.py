@@ -151,8 +151,25 @@ def test_singular(dtype: torch.dtype) -> None:
         inv_kfacs([torch.full((3, 3), torch.nan, dtype=dtype)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shift", [None, 0.25])
+def test_inverse_in_half_precision(dtype: torch.dtype, shift: float | None) -> None:
+    """Of factors of layers in half precision, which torch has no solver for: as of single ones."""
+    factors = [(rand_spd(3) / 8).to(dtype), rand(3, 3, seed=1).to(dtype), torch.ones(2).to(dtype)]
+    expected = inv_kfacs([factor.float() for factor in factors], shift)
+    for one, other in zip(inv_kfacs(factors, shift), expected, strict=True):
+        assert torch.equal(one, other.to(dtype))
+    root = rand(20, 6)  # singular but for the rounding of its entries
+    with pytest.raises(ValueError, match=r"\(20, 20\): it is singular"):
+        inv_kfacs([(root @ root.T).to(dtype)])
+
+
 @pytest.mark.parametrize("function", [kfacs_to_mat, kfac_mat_prod, inv_kfacs, inv_kfac_mat_prod])
 def test_not_matrices(function) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match="list of matrices, got a Tensor"):
+        function(rand(2, 2))
+    with pytest.raises(ValueError, match="list of matrices, got a generator"):
+        function(rand(2, 2) for _ in range(2))
     with pytest.raises(ValueError, match=r"list of matrices, got shapes \[\]"):
         function([])
     with pytest.raises(ValueError, match=r"got shapes \[\(2, 2\), \(3, 1, 1\)\]"):
@@ -206,3 +223,12 @@ def test_factors_of_any_layout() -> None:
     column_by_column = A.T.contiguous().T
     assert torch.equal(kfacs_to_mat([column_by_column, B]), expected)
     assert torch.equal(kfacs_to_mat([A, B.T.contiguous().T]), expected)
+
+
+def test_inverse_beyond_the_precision_of_the_factors() -> None:
+    """It is no infinite one."""
+    for factor in (torch.full((2,), 1e-5), 1e-5 * torch.eye(2)):
+        with pytest.raises(ValueError, match="singular"):
+            inv_kfacs([factor.half()])
+    values = {"A": torch.eye(2), "B": torch.eye(3)}.values()
+    assert [len(each) for each in inv_kfacs(values)] == [2, 3]  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.autograd.functional import hessian, jacobian
 from torch.func import functional_call
 from torch.nn.functional import dropout
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, default_collate
 
 from backpack import backpack, disable, extend
 from backpack.custom_module.reduce_tuple import ReduceTuple
@@ -44,6 +45,8 @@ from backpack.linalg import (
     KroneckerGGN,
     KroneckerOperator,
     LinearOperator,
+    SpectralOperator,
+    logdet,
 )
 from backpack.utils.convert_parameters import parameter_list_to_vector, vector_to_parameter_list
 from backpack.utils.kroneckers import kfacs_to_mat
@@ -511,6 +514,25 @@ def test_float32() -> None:
     assert_close(values, torch.linalg.eigvalsh(truth)[-2:], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [GGN, DiagonalGGN, KroneckerGGN, EKFAC, "jacobian"])
+def test_many_batches_in_low_precision(kind: Any) -> None:
+    """Their sum is in more: beside a large one, small terms would be lost."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2, dtype=torch.bfloat16)
+    X, y = torch.randn(1, 3, dtype=torch.bfloat16), torch.rand(1, 2, dtype=torch.bfloat16)
+
+    def product(count: int) -> Tensor:
+        if kind == "jacobian":
+            J = Jacobian(model, [X] * count).T
+            return J @ torch.ones(J.shape[1], dtype=J.dtype) / count
+        operator = kind(model, nn.MSELoss(), [(X, y)] * count)
+        return operator @ torch.ones(8, dtype=operator.dtype)
+
+    of_many = product(600)
+    assert of_many.dtype == torch.bfloat16
+    assert_close(of_many, product(1), rtol=0.02, atol=1e-3)
+
+
 def test_low_precision_uses_scipy_in_float32() -> None:
     operator = DiagonalOperator(torch.ones(3, dtype=torch.bfloat16))
     assert operator.to_scipy().dtype == "float32"
@@ -682,6 +704,47 @@ def test_preconditioned_solve() -> None:
         skewed.solve(ones, preconditioner=negative)
 
 
+@pytest.mark.parametrize("exponent", [-30, -23, 19, 30])
+def test_solve_whatever_the_length_of_the_right_hand_side(exponent: int) -> None:
+    """In single precision, the squares of these are zero or infinite."""
+    entries = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float32)
+    operator, rhs = Counting(entries.diag()), torch.full_like(entries, 10.0**exponent)
+    both = torch.stack([rhs, torch.ones_like(rhs)], 1)
+    found = operator.solve_with_report(both)
+    assert found.converged
+    assert_close(found.solution / both, 1 / entries.unsqueeze(1).expand(3, 2))
+
+
+def test_loss_that_is_no_number() -> None:
+    """It has not changed, but is nothing to differentiate."""
+    model, loss_function, (X, y), _ = PROBLEMS["mlp"]()
+    X[0] = torch.nan
+    with pytest.raises(ValueError, match=r"GGN.* the loss over the data is not a number"):
+        GGN(model, loss_function, [(X, y)]) @ torch.ones(31)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_solve_of_what_is_not_finite(value: float) -> None:
+    """It has no solution, not even zero."""
+    matrix, rhs = torch.eye(3), torch.ones(3, 2)
+    rhs[1, 1] = value
+    with pytest.raises(ValueError, match=r"right-hand side of Counting.* not finite"):
+        Counting(matrix).solve(rhs, max_iterations=5)
+    matrix[1, 1] = value
+    operator = Counting(matrix)
+    operator.is_symmetric = True
+    with pytest.raises(ValueError, match=r"product with Counting.* not finite"):
+        operator.solve(torch.ones(3), max_iterations=5)
+
+
+def test_solve_in_half_precision() -> None:
+    """Products of small vectors fit, and those of unit vectors do not: they are not scaled."""
+    operator = Counting(torch.full((300, 300), 300.0, dtype=torch.float16))
+    rhs = torch.full((300,), 0.01, dtype=torch.float16)
+    found = operator.solve(rhs, damping=1.0, max_iterations=2)
+    assert_close(found.double(), torch.full((300,), 0.01 / 90001), rtol=0, atol=1e-6)
+
+
 def test_solve_notices_negative_curvature() -> None:
     indefinite = Counting(torch.diag(torch.tensor([1.0, 2.0, -4.0])))
     with pytest.raises(RuntimeError, match="negative curvature"):
@@ -709,6 +772,7 @@ def test_algebra() -> None:
         (a + b, A + B, False),
         (a + 2 * a - a / 4, A + 2 * A - A / 4, True),
         (-a, -A, True),
+        (a * np.float32(2) + a / np.int64(4), 2 * A + A / 4, True),
         (c @ a, C @ A, False),
         (c @ b.T, C @ B.T, False),
         (c.T @ c, C.T @ C, True),
@@ -742,6 +806,8 @@ def test_algebra() -> None:
         c.submatrix([0])
     with pytest.raises(ValueError, match="There are 4 rows"):
         a.submatrix([4])
+    with pytest.raises(ValueError, match=r"numbers or a mask: use long\(\) or bool\(\)"):
+        a.submatrix(torch.tensor([1, 0, 1, 0], dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"a slice or a list, got shape \[\]"):
         a.submatrix(torch.tensor(3))
     with pytest.raises(ValueError, match="one precision"):
@@ -818,6 +884,54 @@ def test_jacobian_notices_changes() -> None:
     problem.model.append(nn.Dropout(0.5))  # type: ignore[operator]
     with pytest.raises(ValueError, match=r"model\.eval"):
         Jacobian(problem.model, data)
+
+
+class Reordered:
+    """A batch whose samples have another order in each pass."""
+
+    def __init__(self, whole: tuple[Tensor, ...]):
+        self.whole, self.generator = whole, torch.Generator().manual_seed(0)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        order = torch.randperm(N, generator=self.generator)
+        yield tuple(x[order] for x in self.whole)
+
+
+def test_another_order_within_a_batch_is_noticed() -> None:
+    """There are as many outputs, of the same norm, and the loss is the same, too."""
+    model, loss_function, whole, _ = PROBLEMS["mlp"]()
+    with pytest.raises(RuntimeError, match=r"Jacobian needs the same samples .*batch 0"):
+        Jacobian(model, Reordered(whole)) @ torch.ones(31)
+    shuffled = DataLoader(TensorDataset(*whole), batch_size=N, shuffle=True)
+    with pytest.raises(ValueError, match=r"Jacobian numbers its rows .*shuffle=False"):
+        Jacobian(model, shuffled)
+    for data in (Reordered(whole), shuffled):
+        fisher = FisherMC(model, loss_function, data)
+        fisher @ torch.ones(31)
+        with pytest.raises(RuntimeError, match=r"FisherMC needs the same samples .*batch 0"):
+            fisher @ torch.ones(31)
+    with pytest.raises(ValueError, match=r"DataLoader\(dataset"):
+        FisherMC(model, loss_function, TensorDataset(*whole))
+
+
+def test_another_order_of_small_numbers_is_noticed() -> None:
+    """Whatever the unit of the data, by the ratio of their sizes."""
+    whole = (1e-5 * torch.arange(1.0, N + 1).unsqueeze(1), torch.zeros(N, 1))
+    with pytest.raises(RuntimeError, match="same samples in the same order"):
+        Jacobian(nn.Linear(1, 1), Reordered(whole)) @ torch.ones(2)
+
+
+def test_an_order_that_is_drawn_once() -> None:
+    """That of ``DistributedSampler`` is the same in each pass until the next epoch."""
+    model, _, whole, _ = PROBLEMS["mlp"]()
+    own = TensorDataset(*whole)
+    sampler = DistributedSampler(own, num_replicas=1, rank=0, shuffle=True)
+    jacobian = Jacobian(model, DataLoader(own, batch_size=N, sampler=sampler))
+    v = torch.ones(31)
+    assert_close(jacobian @ v, jacobian @ v)
+    sampler.set_epoch(1)
+    with pytest.raises(RuntimeError, match="same samples in the same order"):
+        jacobian @ v
 
 
 @pytest.mark.parametrize("name", ["mlp", "mlp-sum", "cnn", "mse", "ignored", "weighted"])
@@ -1269,6 +1383,23 @@ def test_batches_with_less_than_the_loss_takes() -> None:
 
 
 @pytest.mark.parametrize("kind", [GGN, Hessian, DiagonalGGN, KroneckerGGN, EmpiricalFisher])
+def test_dictionaries_of_targets(kind: Any) -> None:
+    """A loss of torch takes none: say what to choose. One's own may."""
+
+    class OfEntry(nn.MSELoss):
+        def forward(self, f: Tensor, targets: Any) -> Tensor:
+            return super().forward(f, targets["y"])
+
+    model, X, y = mlp(), torch.randn(5, 3), torch.randn(5, 3)
+    named, vector = [(X, {"y": y, "number": torch.arange(5)})], torch.ones(31)
+    message = r"MSELoss takes tensors .* a dict of 'y', 'number'\. Choose one, .*y\[name\]"
+    with pytest.raises(ValueError, match=message):
+        kind(model, nn.MSELoss(), named) @ vector
+    expected = kind(model, nn.MSELoss(), [(X, y)]) @ vector
+    assert_close(kind(model, OfEntry(), named) @ vector, expected)
+
+
+@pytest.mark.parametrize("kind", [GGN, Hessian, DiagonalGGN, KroneckerGGN, EmpiricalFisher])
 def test_wrong_data(kind: Any) -> None:
     model, loss_function, (X, y), _ = PROBLEMS["mlp"]()
 
@@ -1389,6 +1520,46 @@ def test_complex_parameters_are_an_error(kind: Any) -> None:
     data = [(torch.randn(4, 3, dtype=torch.complex128), torch.randn(4, 2))]
     with pytest.raises(ValueError, match="for real parameters, but these are complex"):
         kind(model, nn.MSELoss(), data)
+
+
+class ComplexOutput(nn.Module):
+    """Two complex numbers for each sample, or their parts."""
+
+    def __init__(self, is_complex: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.is_complex = nn.Linear(3, 4), is_complex
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = self.layer(x).unflatten(1, (2, 2))
+        return torch.view_as_complex(pairs) if self.is_complex else pairs
+
+
+class SquaredLengths(nn.Module):
+    """A loss of complex numbers, or of their parts."""
+
+    reduction = "mean"
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        f = torch.view_as_real(f) if f.is_complex() else f
+        return (f - y).square().sum((1, 2)).mean()
+
+
+@pytest.mark.parametrize("kind", [GGN, Hessian, EmpiricalFisher])
+def test_complex_outputs(kind: Any) -> None:
+    """Their matrix is that of the real and imaginary parts."""
+    data = [(inputs(3), torch.randn(N, 2, 2))]
+    dense, truth = (
+        kind(ComplexOutput(is_complex), SquaredLengths(), data).to_dense()
+        for is_complex in (True, False)
+    )
+    assert_close(dense, truth)
+
+
+def test_jacobian_of_complex_outputs_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"real outputs.*complex128.*view_as_real"):
+        Jacobian(ComplexOutput(True), [inputs(3)])
+    assert Jacobian(ComplexOutput(False), [inputs(3)]).shape == (4 * N, 16)
 
 
 def test_wrong_parameters() -> None:
@@ -1559,6 +1730,20 @@ def test_outputs_with_the_steps_first(of_layer: bool, own: bool) -> None:
     assert_close(parts, whole)
 
 
+@pytest.mark.parametrize("of_layer", [True, False], ids=["layer", "transposed"])
+def test_batchmean_divides_by_the_first_axis(of_layer: bool) -> None:
+    """Of which there are as many in each batch where that is the axis of the steps."""
+    model, loss = StepsFirst(of_layer), nn.KLDivLoss(reduction="batchmean")
+    axis = 1 if of_layer else 0
+    X, y = torch.rand(5, N, 3).movedim(1, axis), torch.rand(5, N, 2)
+    data = list(zip(X.split(SIZES, axis), y.split(SIZES, 1), strict=True))
+    for kind in (Hessian, EmpiricalFisher):
+        with pytest.raises(
+            ValueError, match=r"shape \[5, \d, 2\] are along axis 1. Use reduction="
+        ):
+            kind(model, loss, data).to_dense()
+
+
 def test_plain_operators_do_not_tell_what_cannot_be_extended() -> None:
     """They look where the samples are, and need nothing else of an extended model."""
     model = nn.Sequential(nn.Linear(3, 4), torch.jit.script(nn.Tanh()), nn.Linear(4, 2))
@@ -1624,6 +1809,15 @@ def test_wrong_structure() -> None:
         build(KroneckerGGN, PROBLEMS["mlp"](), method="kfac")
     with pytest.raises(ValueError, match=r"square.*\[\[\[2, 3\]\]\]"):
         KroneckerOperator([[torch.ones(2, 3)]])
+    with pytest.raises(ValueError, match=r"eigenvalues \[P\].*got shape \[2, 2\]"):
+        DiagonalOperator(torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"got shape \[3\], and blocks with \[2\] rows"):
+        SpectralOperator(torch.ones(3), [[torch.eye(2)]])
+    with pytest.raises(ValueError, match=r"factor of shape \[2, 2\] is not symmetric"):
+        KroneckerOperator([[torch.tensor([[2.0, 1.0], [0.0, 2.0]])]]).inverse(1.0)
+    nearly = torch.tensor([[2.0, 1.0], [1.0 + 2e-5, 2.0]])  # as of single precision
+    symmetric = torch.tensor([[2.0, 1.0 + 1e-5], [1.0 + 1e-5, 2.0]])
+    assert_close(KroneckerOperator([[nearly]]).inverse().to_dense(), torch.linalg.inv(symmetric))
     indefinite = DiagonalOperator(torch.tensor([1.0, -1.0]))
     assert_close(indefinite.inverse(2.0).diagonal(), torch.tensor([1 / 3, 1.0]))
     with pytest.raises(ValueError, match="damping 1 is singular"):
@@ -1632,6 +1826,41 @@ def test_wrong_structure() -> None:
         indefinite.logdet(0.5)
     with pytest.raises(ValueError, match="no covariance"):
         indefinite.sample()
+
+
+def test_damping_is_one_number() -> None:
+    """Several would be those of the columns, or of the eigenvectors."""
+    structured, d = KroneckerOperator([[torch.eye(2) + 1]]), torch.tensor([1.0, 2.0])
+    plain = Counting(torch.eye(2) + 1)
+    calls: list[Callable[[Any], Any]] = [
+        *(operator.damped for operator in (plain, structured)),
+        lambda damping: plain.solve(d, damping),
+        lambda damping: InverseOperator(plain, damping) @ d,
+        structured.inverse,
+        lambda damping: structured.inverse(damping, split=True),
+        structured.logdet,
+        lambda damping: logdet(structured, damping),
+    ]
+    for call in calls:
+        for several in (d, d.numpy()):
+            with pytest.raises(
+                ValueError, match=r"damping is one number, got shape \[2\].* A \+ D"
+            ):
+                call(several)
+        for one in (torch.tensor(1.0), torch.tensor([1.0]), torch.ones(1, 1), d[:1].numpy()):
+            call(one)
+    assert_close(plain.solve(d, torch.ones(1)), plain.solve(d, 1.0))
+    assert_close((plain + DiagonalOperator(d)).to_dense(), plain.matrix + d.diag())
+
+
+def test_scipy_of_complex_vectors() -> None:
+    """Real and imaginary part have a product each."""
+    operator = Counting(torch.randn(3, 4))
+    v, w = torch.randn(4, 2, dtype=torch.complex128), torch.randn(3, dtype=torch.complex128)
+    scipy, dense = operator.to_scipy(), operator.matrix + 0j
+    assert_close(torch.as_tensor(scipy @ v.numpy()), dense @ v)
+    assert_close(torch.as_tensor(scipy @ v[:, 0].numpy()), dense @ v[:, 0])
+    assert_close(torch.as_tensor(scipy.H @ w.numpy()), dense.T @ w)
 
 
 # --------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from backpack.core.engine.blocks import axis_factors
 from backpack.core.engine.extracted import IDENTITY, INPUT_FACTORS, Bases, add
 from backpack.core.engine.products import Products
 from backpack.core.engine.propagations import InBases, LossFactor
+from backpack.core.values import at_least_single
 from backpack.distributed.data_group import DataGroup, ProcessGroupChoice
 from backpack.extensions import DiagGGNExact, DiagGGNMC, DiagHessian
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -288,7 +289,7 @@ class EKFAC(EigenOperator):
         joined = factors.bias_of
         shapes = {p: Size(map(len, bases[p])) if p in joined else p.shape for p in params}
         blocks = [
-            EigenKronecker(bases[p], total / norm, shapes[p], factors.swaps_axes[p])
+            EigenKronecker(bases[p], (total / norm).to(p.dtype), shapes[p], factors.swaps_axes[p])
             for p, total in zip(params, totals, strict=True)
             if bases[p]
         ]
@@ -406,14 +407,14 @@ class _KroneckerSums(HBP):
         count = max(1, self.num_samples[p])
         if self.scaled[p] is None:
             norm = norm if self._has_scale else count
-            return axis_factors([marginal / norm for marginal in sums])
+            return axis_factors([(marginal / norm).to(p.dtype) for marginal in sums])
         norms = [norm if i == self.scaled[p] else count for i in range(len(sums))]
-        return [factor / n for factor, n in zip(sums, norms, strict=True)]
+        return [(factor / n).to(p.dtype) for factor, n in zip(sums, norms, strict=True)]
 
 
 def _diagonal(objective: Objective, ext: BackpropExtension) -> Tensor:
     totals, norm = _totals(objective, ext)
-    return parameter_list_to_vector(totals) / norm
+    return (parameter_list_to_vector(totals) / norm).to(objective.params[0].dtype)
 
 
 def _totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any], float]:
@@ -425,7 +426,7 @@ def _totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any], fl
 
     Returns:
         For each parameter the sum over the batches (of all processes), for their losses times their
-        weights, and what the sums are to be divided by.
+        weights, in at least single precision, and what the sums are to be divided by.
     """
     with objective.telling():
         totals, weights = _own_totals(objective, ext)
@@ -482,4 +483,5 @@ def _of_batch(
             loss_of.reduction = "sum"
         loss = (weight or 1) * loss_of(output, *targets)
         (values,) = values_of(objective.params, [ext], loss)
-    return weight, values
+    # for a sum: many small ones are lost beside a large one in low precision
+    return weight, tree_map_only(Tensor, at_least_single, values)

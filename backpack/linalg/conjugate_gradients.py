@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from backpack.core.values import at_least_single
+
 
 class Preconditioner(Protocol):
     """What is near to a matrix, and can be inverted with damping: a structured operator."""
@@ -52,7 +54,7 @@ def conjugate_gradients(
         name: Names the matrix in messages.
 
     Raises:
-        ValueError: If ``inverse`` is not positive definite.
+        ValueError: If ``inverse`` is not positive definite, or something is not finite.
         RuntimeError: If there is a direction along which the matrix is not positive.
 
     Source: Hestenes, Stiefel (1952); with preconditioner Saad, Iterative methods for sparse linear
@@ -65,7 +67,12 @@ def conjugate_gradients(
         )
     # in at least single precision, apart from the products
     b = rhs if rhs.dim() == 2 else rhs.unsqueeze(1)
-    b = b.to(torch.promote_types(b.dtype, torch.float32))
+    b = at_least_single(b)
+    _check_finite(b, f"A right-hand side of {name}")
+    # squares of tiny (or huge) entries are zero (or infinite)
+    unit = b.abs().amax(0) if len(b) else b.new_ones(b.shape[1])
+    unit = torch.where((unit > 0) & ((unit < 1e-10) | (unit > 1e10)), unit, 1)
+    b = b / unit
     x, residual = torch.zeros_like(b), b.clone()
     scale = b.norm(dim=0)
     scale = torch.where(scale > 0, scale, 1)
@@ -85,6 +92,7 @@ def conjugate_gradients(
             break
         d, r = direction[:, active], residual[:, active]
         image = apply(product, d)
+        _check_finite(image, f"A product with {name}")
         curvature = (d * image).sum(0)
         rounding = torch.finfo(rhs.dtype).eps * d.norm(dim=0) * image.norm(dim=0)
         if (curvature < -10 * rounding).any():
@@ -105,10 +113,24 @@ def conjugate_gradients(
         goes_on = (r.norm(dim=0) > tolerance * scale[active]) & is_positive
         active = active[goes_on]
     residuals = residual.norm(dim=0) / scale
-    solution = x.to(rhs.dtype)
+    solution = (x * unit).to(rhs.dtype)
     return Solution(
         solution if rhs.dim() == 2 else solution.squeeze(1),
         residuals,
         iterations,
         bool((residuals <= tolerance).all()),
     )
+
+
+def _check_finite(matrix: Tensor, what: str) -> None:
+    """Refuse entries that are not finite: no column would be found to be unsolved.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    if not matrix.isfinite().all():
+        raise ValueError(
+            f"{what} has entries that are not finite, and no solution. Look for them in "
+            "parameters, data and loss; in half precision, where products overflow, use a mean or "
+            "float32."
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from math import isclose
+from math import isclose, isnan
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +22,20 @@ from backpack.core.record.conversions import weight_of_norm
 from backpack.core.record.data_notes import assigned
 from backpack.core.record.generators import OwnGenerators
 from backpack.core.record.visits import Visit
-from backpack.distributed.data_group import ProcessGroupChoice, digest
+from backpack.distributed.agreement import digest
+from backpack.distributed.data_group import ProcessGroupChoice
 from backpack.hessianfree.lop import vjp
 from backpack.hessianfree.rop import check_adjoint
 from backpack.linalg.extended import extended
-from backpack.linalg.objective import Objective, check_read_again, flattened, output_of
+from backpack.linalg.objective import (
+    Objective,
+    check_has_batches,
+    check_read_again,
+    flattened,
+    output_of,
+)
 from backpack.linalg.operators import LinearOperator
-from backpack.linalg.order import SeenBatches
+from backpack.linalg.order import SameInEachPass, SeenBatches
 
 # Maps several vectors at once, [V, *shape] for each parameter (or for the output).
 Product = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -122,7 +129,9 @@ class MatrixFreeOperator(LinearOperator):
         weights = loss = 0.0
         own = self._objective.telling()  # an error here is one of all processes
         with own, torch.inference_mode(False), torch.enable_grad(), backpack(), math_attention():
-            product = torch.zeros_like(matrix.T)  # [V, P]
+            # many small terms are lost beside a large sum in low precision
+            wide = torch.promote_types(self.dtype, torch.float32)
+            product = torch.zeros_like(matrix.T, dtype=wide)  # [V, P]
             for X, targets in self._objective:
                 batch = self._batch(X, targets)
                 if batch.weight == 0:  # no target counts
@@ -140,9 +149,14 @@ class MatrixFreeOperator(LinearOperator):
             loss = float(all_losses)
         norm = self._objective.norm(weights)
         self._check_unchanged(loss / norm)
-        return product.T / norm
+        return (product.T / norm).to(self.dtype)
 
     def _check_unchanged(self, loss: float) -> None:
+        if isnan(loss):
+            raise ValueError(
+                f"{self!r} does not exist: the loss over the data is not a number. Look for "
+                "entries that are not finite in parameters and data."
+            )
         if self._loss is None:
             self._loss = loss
         eps = torch.finfo(self.dtype).eps
@@ -286,6 +300,7 @@ class EmpiricalFisher(JacobianOperator):
             loss = self._objective.loss_function(prediction, *targets)
         # with the mean, each of the two gradients has the factor 1 / weight, F has it once
         (gradient,) = grad(loss, prediction)
+        conjugate = gradient.conj()  # products of complex numbers are those of their two parts
 
         place = self._objective.place(X, prediction)
         numbers = () if place.owners is None else place.owners.numbers
@@ -298,7 +313,9 @@ class EmpiricalFisher(JacobianOperator):
         axis = 1 + place.axis
 
         def curvature(tangents: Tensor) -> Tensor:
-            along = (gradient * tangents).movedim(axis, 1).unsqueeze(-1).flatten(2).sum(2)  # [V, N]
+            along = (
+                (conjugate * tangents).real.movedim(axis, 1).unsqueeze(-1).flatten(2).sum(2)
+            )  # [V, N]
             along = along.reshape(*along.shape, *(1,) * (gradient.dim() - 1)).movedim(1, axis)
             return weight * gradient * along
 
@@ -348,8 +365,13 @@ class FisherMC(JacobianOperator):
         """
         if mc_samples < 1:
             raise ValueError(f"mc_samples has to be at least 1, got {mc_samples}.")
+        name = type(self).__name__
+        check_read_again(name, data)
+        check_has_batches(data)
+        # the loss of a batch, below, is that of its samples in any order
+        same = SameInEachPass(name, data, 64)
         super().__init__(
-            model, loss_function, data, params, progress, vectors_at_once, process_group
+            model, loss_function, same, params, progress, vectors_at_once, process_group
         )
         self._mc_samples, self._seed = mc_samples, seed
         self._seen = SeenBatches()  # the loss of each

@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from backpack.linalg.algebra import known_spectrum
 from backpack.linalg.estimators import Estimate, Randomness, average, certain, randomness
-from backpack.linalg.operators import LinearOperator
+from backpack.linalg.operators import LinearOperator, one_number
 from backpack.utils.progress import with_bar
 
 
@@ -162,6 +162,7 @@ def logdet(
 
     Source: Ubaru, Chen, Saad (SIMAX 2017), section 4.1.
     """
+    damping = one_number(operator, damping)
     found = spectral_density(operator, num_vectors, steps, generator, vectors_at_once, progress)
     least = float(found.nodes.min()) + damping
     if not least > 0:

@@ -38,8 +38,9 @@ class Estimate(NamedTuple):
     """The estimate, a scalar or ``[P]``."""
     error: Tensor
     """Its standard error (of each entry), estimated from the spread of what it is a mean of; 0 for
-    exact values, infinite for a single term. The terms of ``"xtrace"`` and ``"xdiag"`` depend on
-    each other, so that it is up to 40 % too small for these."""
+    exact values, infinite for a single term, or if random vectors are equal. The terms of
+    ``"xtrace"`` and ``"xdiag"`` depend on each other, so that it is up to 40 % too small for
+    these."""
     products: int
     """How many vectors were multiplied with the operator."""
 
@@ -59,6 +60,11 @@ class Randomness:
     generator: Generator | None
     vectors_at_once: int | None
     progress: bool
+
+    def __post_init__(self) -> None:
+        """Check the number of vectors."""
+        if self.vectors_at_once is not None and self.vectors_at_once < 1:
+            raise ValueError(f"vectors_at_once has to be at least 1, got {self.vectors_at_once}.")
 
     @property
     def precision(self) -> torch.dtype:
@@ -261,13 +267,15 @@ def _hutchinson_diagonal(draw: Randomness, num_vectors: int) -> Estimate:
 def _xdiag(draw: Randomness, num_vectors: int) -> Estimate:
     """Mean over i of ``diag(Q_i Q_iᵀ A) + v_i ∘ (I - Q_i Q_iᵀ) A v_i``."""
     found = _LeftOut.of(draw, num_vectors // 2, draw.signs)
-    if len(_orthonormal(found.vectors).T) < len(found.vectors.T):  # equal signs, if P is small
-        return _hutchinson_diagonal(draw, num_vectors)
     Q, Z = found.basis, draw.multiply(found.basis, draw.operator.T)
     s, inside = found.left, Q.T @ found.image
     outside = found.image - Q @ (inside - s * (s * inside).sum(0))  # (I - Q_i Q_iᵀ) A v_i
     each = (Q * Z).sum(1, keepdim=True) - (Q @ s) * (Z @ s) + found.vectors * outside
-    return average(each, found.products)
+    estimate = average(each, found.products)
+    # equal signs, if P is small, are all in the basis of each other: no test vector is left
+    if not s.any() and len(_orthonormal(found.vectors).T) < len(found.vectors.T):
+        return estimate._replace(error=torch.full_like(estimate.error, torch.inf))
+    return estimate
 
 
 @dataclass
@@ -279,7 +287,8 @@ class _LeftOut:
         image: A times these. ``[P, k]``
         basis: Orthonormal basis Q of the image. ``[P, r]``
         left: In column i the direction ``s_i`` in the coordinates of Q that is orthogonal to all
-            images but i. Zero if some images are rounding beside others, and left out of Q.
+            images but i. Zero if there is none: image i depends on others, such as those of equal
+            signs, or of a matrix of low rank.
         products: How many vectors are multiplied, including those with Q.
     """
 
@@ -295,12 +304,16 @@ class _LeftOut:
         V = vectors(count)
         Y = draw.multiply(V)
         Q, R = torch.linalg.qr(Y)
-        left, values, _ = torch.linalg.svd(R)
+        left, values, right = torch.linalg.svd(R)
         significant = _beyond_rounding(values)
         products = len(V.T) + int(significant.sum())
         if not significant.all():
-            basis = Q @ left[:, significant]
-            return cls(V, Y, basis, V.new_zeros(len(basis.T), count), products)
+            # R⁺ in the place of R⁻¹; images that depend on no others have no part in its kernel
+            right = right[significant]
+            is_alone = 1 - right.square().sum(0) < 10 * len(values) * torch.finfo(R.dtype).eps
+            s = torch.where(is_alone, right / values[significant].unsqueeze(1), 0)
+            s = s / torch.where(is_alone, s.norm(dim=0), 1)
+            return cls(V, Y, Q @ left[:, significant], s, products)
         s = torch.linalg.solve_triangular(R.T, torch.eye(len(R)).to(R), upper=False)  # R⁻ᵀ
         return cls(V, Y, Q, s / s.norm(dim=0), products)
 
@@ -352,8 +365,6 @@ def randomness(
     """Check that a matrix is square."""
     if operator.shape[0] != operator.shape[1]:
         raise ValueError(f"{operator!r} is not square: it has no trace, diagonal or determinant.")
-    if at_once is not None and at_once < 1:
-        raise ValueError(f"vectors_at_once has to be at least 1, got {at_once}.")
     return Randomness(operator, generator, at_once, progress)
 
 

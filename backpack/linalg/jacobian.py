@@ -13,9 +13,9 @@ from backpack import backpack, disable
 from backpack.core.derivatives.math_attention import math_attention
 from backpack.hessianfree.lop import vjp
 from backpack.hessianfree.rop import check_adjoint
-from backpack.linalg.objective import Objective, check_read_again, flattened, output_of
+from backpack.linalg.objective import Objective, check_read_again, flattened, real_output_of
 from backpack.linalg.operators import LinearOperator
-from backpack.linalg.order import SeenBatches
+from backpack.linalg.order import SameInEachPass, SeenBatches, check_not_shuffled
 
 
 class _NoLoss(Module):
@@ -72,13 +72,16 @@ class Jacobian(LinearOperator):
             vectors_at_once: How many vectors are multiplied at once.
 
         Raises:
-            ValueError: If the data can be read only once, or as for
+            ValueError: If the data can be read only once, a ``DataLoader`` shuffles, or as for
                 :class:`~backpack.linalg.MatrixFreeOperator`.
         """
         if vectors_at_once < 1:
             raise ValueError(f"vectors_at_once has to be at least 1, got {vectors_at_once}.")
         check_read_again(type(self).__name__, data)
-        self._objective = Objective(model, _NoLoss(), _Inputs(data), params, progress)
+        check_not_shuffled("A Jacobian numbers its rows", data, between_passes=True)
+        # the norm of the outputs, below, is that of the rows in any order
+        inputs = SameInEachPass(type(self).__name__, _Inputs(data), 64)
+        self._objective = Objective(model, _NoLoss(), inputs, params, progress)
         self._vectors_at_once = vectors_at_once
         self._seen = SeenBatches()  # entries and norm of the output
         first, *_ = self._objective.params
@@ -93,7 +96,7 @@ class Jacobian(LinearOperator):
         super().__init__((rows, columns), first.dtype, first.device)
 
     def _output(self, X: Any) -> Tensor:
-        return output_of(type(self).__name__, self._objective.model, X)
+        return real_output_of(type(self).__name__, self._objective.model, X)
 
     def _is_same(self, number: int, output: Tensor, dtype: torch.dtype) -> bool:
         eps, norm = torch.finfo(dtype).eps, output.detach().norm().cpu().double()
@@ -138,10 +141,12 @@ class Jacobian(LinearOperator):
     def _rmatmat(self, matrix: Tensor) -> Tensor:
         params = self._objective.params
         with torch.inference_mode(False):
-            product = matrix.new_zeros(matrix.shape[1], self.shape[1])  # [V, P]
+            # many small terms are lost beside a large sum in low precision
+            wide = torch.promote_types(self.dtype, torch.float32)
+            product = matrix.new_zeros(matrix.shape[1], self.shape[1], dtype=wide)  # [V, P]
         for rows, output in self._outputs():
             for some in self._spans(matrix.shape[1]):
                 w = matrix[rows, some].T
                 w = w.reshape(len(w), *output.shape)
                 product[some] += flattened(vjp((output,), params, (w,), several=True))
-        return product.T
+        return product.T.to(self.dtype)

@@ -13,7 +13,7 @@ from backpack import backpack, disable
 from backpack.core.engine.factored import FactoredGrad
 from backpack.extensions import BatchGrad
 from backpack.linalg.extended import UseConverter, extended
-from backpack.linalg.objective import flattened, output_of
+from backpack.linalg.objective import flattened, output_of, places_of
 from backpack.linalg.operators import LinearOperator
 from backpack.linalg.passes import values_of
 from backpack.utils.batches import samples_of
@@ -51,10 +51,17 @@ class NTK:
                 or ``"trace"``, see :func:`backpack.extend`.
 
         Raises:
-            ValueError: If there are none, or the output does not depend on one of them.
+            ValueError: If there are none, one does not require a gradient, the output does not
+                depend on one, or has the samples along another axis than the first.
         """
-        given = model.parameters() if params is None else params
-        self.params = [p for p in given if p.requires_grad]
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        self.params = trainable if params is None else list(params)
+        frozen = [list(p.shape) for p in self.params if not p.requires_grad]
+        if frozen:
+            raise ValueError(
+                f"NTK: parameters of shapes {frozen} in params do not require a gradient. Set "
+                "p.requires_grad_(True), or leave them out. Without params=, it is of all that do."
+            )
         if not self.params:
             raise ValueError("NTK: no parameter requires a gradient.")
         with extended(model, use_converter or "record") as ready:
@@ -145,8 +152,8 @@ def factored_jacobian(
     Nothing is left at these. ``count`` is how many samples there should be, if they were picked.
 
     Raises:
-        ValueError: If the output does not depend on one of them, or has other samples, or several
-            rows of a sample.
+        ValueError: If the output does not depend on one of them, or has other samples, several rows
+            of a sample, or the samples along another axis than the first.
     """
     found, ext = [], BatchGrad(factored=True)
     with torch.inference_mode(False), torch.enable_grad():
@@ -156,6 +163,13 @@ def factored_jacobian(
         raise ValueError(
             f"The model has {len(output)} outputs for the {count} samples that fit at once: tensors"
             " of the input need the samples along their first axis. Give at most so many samples."
+        )
+    axes = {place.axis for place in places_of(output)} - {0}
+    if axes:
+        raise ValueError(
+            f"The model returns an output of shape {list(output.shape)} with the samples along "
+            f"axis {max(axes)}: a row of the Jacobian would be that of a sum of outputs. Let it "
+            "return the samples along its first axis, such as output.transpose(0, 1)."
         )
     if not len(output):
         return [[FactoredGrad.of(p.new_zeros(0, *p.shape)) for p in params] for _ in outputs]

@@ -216,11 +216,11 @@ class Objective:
         It is known of what an extended model has computed; any other one is extended for a pass.
         """
         if self._place is None and any(y.dim() > 1 for y in tensors_of(output)):
-            places = _places(output)
+            places = places_of(output)
             if not places:
                 recorded = extended(self.model, self.use_converter or "record")
                 with quietly(), recorded as model, torch.enable_grad(), backpack():
-                    places = _places(call("An operator over a data set", model, X))
+                    places = places_of(call("An operator over a data set", model, X))
             self._place = next(iter(places), Place())
         return self._place or Place()
 
@@ -239,7 +239,7 @@ class Objective:
         return with_bar(self.data, "batches", self.progress, delay=1)
 
 
-def _places(output: Any) -> list[Place]:
+def places_of(output: Any) -> list[Place]:
     """List where the samples are, where that is known and an output has several axes."""
     known = [(y, layout_of(y)) for y in tensors_of(output) if y.dim() > 1]
     places = [layout.place(y.shape) for y, layout in known if layout is not None]
@@ -299,6 +299,21 @@ def output_of(what: str, model: Module, X: Any, loss_function: Module | None = N
     return output
 
 
+def real_output_of(what: str, model: Module, X: Any) -> Tensor:
+    """Return the output as :func:`output_of`, which has to be real.
+
+    Raises:
+        ValueError: If it is complex, or as for :func:`output_of`.
+    """
+    output: Tensor = output_of(what, model, X)
+    if output.is_complex():
+        raise ValueError(
+            f"{what} needs real outputs, got {output.dtype} of shape {list(output.shape)}: it "
+            "would look at their real part alone. Let the model return torch.view_as_real(output)."
+        )
+    return output
+
+
 def output_drawing_nothing(
     what: str, model: Module, X: Any, loss_function: Module | None = None
 ) -> Any:
@@ -347,11 +362,20 @@ def check_has_batches(data: object) -> None:
 
 
 def check_loss_takes(loss_function: Module, targets: Sequence[Any]) -> None:
-    """Refuse batches with more or fewer parts than the loss takes, such as numbers of samples.
+    """Refuse batches with more or fewer parts than the loss takes, or dictionaries for tensors.
 
     Raises:
         ValueError: If the loss cannot be called with them.
     """
+    kind = torch_loss(type(loss_function))
+    is_torchs = kind is not None and type(loss_function).forward is kind.forward
+    entries = next((x for x in targets if isinstance(x, Mapping)), None) if is_torchs else None
+    if entries is not None:
+        raise ValueError(
+            f"{type(loss_function).__name__} takes tensors as targets, but those of a batch are a "
+            f"{type(entries).__name__} of {', '.join(map(repr, entries))}. Choose one, "
+            "data=[(X, y[name]) for X, y in loader], or give a loss whose forward takes them all."
+        )
     try:
         takes = signature(loss_function.forward)
     except (TypeError, ValueError):  # a function of C has none

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
+from math import prod
+from numbers import Real
 from typing import Any, overload
 
 import torch
@@ -168,18 +171,18 @@ class LinearOperator(ABC):
         """
         linalg = _scipy_linalg()
 
-        def product(array: Any) -> Any:
-            return _to_numpy(self @ torch.as_tensor(array, dtype=self.dtype, device=self.device))
-
-        def transposed(array: Any) -> Any:
-            return _to_numpy(self.T @ torch.as_tensor(array, dtype=self.dtype, device=self.device))
+        def product(operator: LinearOperator, array: Any) -> Any:
+            if array.dtype.kind == "c":  # of a real matrix: each part has its own
+                return product(operator, array.real) + 1j * product(operator, array.imag)
+            own = torch.as_tensor(array, dtype=self.dtype, device=self.device)
+            return _to_numpy(operator @ own)
 
         return linalg.LinearOperator(
             self.shape,
-            matvec=product,
-            rmatvec=transposed,
-            matmat=product,
-            rmatmat=transposed,
+            matvec=partial(product, self),
+            rmatvec=partial(product, self.T),
+            matmat=partial(product, self),
+            rmatmat=partial(product, self.T),
             dtype=_to_numpy(torch.empty(0, dtype=self.dtype)).dtype,
         )
 
@@ -208,7 +211,8 @@ class LinearOperator(ABC):
 
         Raises:
             ValueError: If ``rhs`` does not have the length of the operator, that is not symmetric,
-                or the damped preconditioner is not positive definite.
+                the damped preconditioner is not positive definite or has no inverse, or something
+                is not finite.
             RuntimeError: If conjugate gradients do not converge, or meet a direction along which
                 the matrix is not positive.
         """
@@ -238,6 +242,7 @@ class LinearOperator(ABC):
             ValueError: As for :meth:`solve`.
             RuntimeError: If there is a direction along which the matrix is not positive.
         """
+        damping = one_number(self, damping)
         self._need_symmetric("conjugate gradients")
         if rhs.dim() not in (1, 2) or rhs.shape[0] != self.shape[0]:
             raise ValueError(
@@ -313,7 +318,7 @@ class DampedOperator(LinearOperator):
             raise ValueError(f"{operator!r} is not square: nothing can be added to its diagonal.")
         super().__init__(operator.shape, operator.dtype, operator.device)
         self.operator = operator
-        self.damping = damping
+        self.damping = one_number(operator, damping)
         self.is_symmetric = operator.is_symmetric
 
     def _matmat(self, matrix: Tensor) -> Tensor:
@@ -423,13 +428,12 @@ class ScaledOperator(LinearOperator):
 
     def __init__(self, operator: LinearOperator, factor: float):
         """Store the operator A and the number that it is multiplied with."""
-        if isinstance(factor, Tensor) and factor.dim() == 0:
-            factor = float(factor)
-        if not isinstance(factor, (int, float)):
+        is_number = factor.dim() == 0 if isinstance(factor, Tensor) else isinstance(factor, Real)
+        if not is_number:
             raise TypeError(f"{operator!r} is multiplied with numbers, got {factor!r}. Use A @ B.")
         super().__init__(operator.shape, operator.dtype, operator.device)
         self.operator = operator
-        self.factor = factor
+        self.factor = float(factor)
         self.is_symmetric = operator.is_symmetric
 
     def _matmat(self, matrix: Tensor) -> Tensor:
@@ -485,6 +489,23 @@ class SubmatrixOperator(LinearOperator):
         return (self.operator.T @ whole.index_add_(0, self.rows, matrix))[self.columns]
 
 
+def one_number(operator: LinearOperator, damping: Any) -> Any:
+    """Return a damping; refuse one for each entry, which would be taken for one of each column.
+
+    Raises:
+        ValueError: If it has several entries.
+    """
+    shape = getattr(damping, "shape", ())
+    if prod(shape) != 1:
+        raise ValueError(
+            f"{operator!r}: damping is one number, got shape {list(shape)}. Add other numbers by "
+            "A + DiagonalOperator(d), or by plus_diagonal(d) of a structured operator."
+        )
+    if isinstance(damping, Tensor):
+        return damping.reshape(())
+    return damping.item() if hasattr(damping, "item") else damping
+
+
 def _is_transposed(left: LinearOperator, right: LinearOperator) -> bool:
     """Whether the first is the transposed of the second."""
     if isinstance(left, TransposedOperator):
@@ -509,6 +530,11 @@ def _numbers(index: Index, size: int, device: torch.device | Tensor) -> Tensor:
     if not isinstance(index, slice):
         index = torch.as_tensor(index, device=device)
         index = index if index.numel() or index.dtype is torch.bool else index.long()
+        if index.dtype is torch.uint8:
+            raise ValueError(
+                "Rows or columns in a tensor of bytes may be numbers or a mask: use long() or "
+                "bool()."
+            )
         if index.dim() != 1:
             raise ValueError(
                 f"Rows or columns are a slice or a list, got shape {list(index.shape)}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -52,11 +53,13 @@ class SameInEachPass:
     Args:
         what: Who needs the order, for messages.
         data: Batches.
+        entries: How many entries of a row are looked at, about: more than that, and less than
+            twice as many.
     """
 
-    def __init__(self, what: str, data: Iterable[Any]):
+    def __init__(self, what: str, data: Iterable[Any], entries: int = 4096):
         """Store what is given."""
-        self.what, self.data = what, data
+        self.what, self.data, self.entries = what, data, entries
         self._seen = SeenBatches()
 
     def __iter__(self) -> Iterator[Any]:
@@ -69,9 +72,9 @@ class SameInEachPass:
         for batch in self.data:
             leaves = [x for x in tensors_of(batch) if _has_rows(x)]
             shapes = [x.shape for x in leaves]
-            each = [signature(_some_entries(x.detach()))[:, 1:].flatten() for x in leaves]
-            values = torch.cat(each).float() if each else torch.empty(0)
-            if not self._seen.is_same(number, shapes, values, 1e-4, 1e-4):
+            each = [_compared(rows_of(x.detach()), self.entries) for x in leaves]
+            values = torch.cat(each) if each else torch.empty(0)
+            if not self._seen.is_same(number, shapes, values, 0.0, 1e-4):
                 raise self._changed(f"batch {number} is another one")
             yield batch
             number += 1
@@ -110,25 +113,34 @@ def rows_of(x: Tensor) -> Tensor:
     return x.reshape(count, x.numel() // max(count, 1))
 
 
-def _some_entries(x: Tensor) -> Tensor:
-    """Return rows with some thousand entries at most: images have more."""
-    rows = rows_of(x)
-    return rows[:, :: max(1, rows.shape[1] // 4096)]
+def _compared(rows: Tensor, entries: int) -> Tensor:
+    """Return what rows ``[R, P]`` are compared by, of some entries: images have more."""
+    _, norms, projected = signature(rows[:, :: max(1, rows.shape[1] // entries)]).T
+    # of norms the logarithm: what counts is their ratio, whatever the unit of the data
+    return torch.cat([norms.clamp(min=1e-300).log(), projected])
 
 
 def signature(rows: Tensor) -> Tensor:
     """Return what tells rows ``[R, P]`` from others: size, length, a projection of unit rows."""
     wide = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
     wide = wide.cpu().double()
-    generator = torch.Generator().manual_seed(0)
-    direction = torch.randn(wide.shape[1], generator=generator, device=generator.device).double()
     norms = wide.norm(dim=1)
-    projected = wide @ direction / norms.clamp(min=1e-300)
+    projected = wide @ _direction(wide.shape[1]) / norms.clamp(min=1e-300)
     return torch.stack([torch.full_like(norms, wide.shape[1]), norms, projected], 1)
 
 
-def check_not_shuffled(what: str, data: Iterable[Any]) -> None:
+@lru_cache(maxsize=16)
+def _direction(size: int) -> Tensor:
+    """Return a random vector, the same in each process: ``[size]``."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(size, generator=generator, device=generator.device).double()
+
+
+def check_not_shuffled(what: str, data: Iterable[Any], between_passes: bool = False) -> None:
     """Refuse a ``DataLoader`` that draws the order of the samples.
+
+    With ``between_passes``, only one whose order is another in each pass: that of a
+    ``DistributedSampler`` is not.
 
     Raises:
         ValueError: If its sampler is random.
@@ -138,7 +150,7 @@ def check_not_shuffled(what: str, data: Iterable[Any]) -> None:
     found: list[Any] = [data.batch_sampler, data.sampler]
     while found:
         sampler = found.pop()
-        spread = isinstance(sampler, DistributedSampler) and sampler.shuffle
+        spread = isinstance(sampler, DistributedSampler) and sampler.shuffle and not between_passes
         if spread or isinstance(sampler, ALWAYS_SHUFFLED):
             owner = "DistributedSampler" if spread else "DataLoader"
             raise ValueError(

@@ -14,6 +14,7 @@ from torch.nn import Module, Parameter
 
 from backpack import backpack
 from backpack.core.engine.factored import FactoredGrad
+from backpack.core.values import at_least_single
 from backpack.extensions import BatchGrad, SqrtGGNExact, SqrtGGNMC
 from backpack.linalg.extended import UseConverter, extended
 from backpack.linalg.objective import Objective, output_of
@@ -89,7 +90,7 @@ class _Block:
         for part in parts:
             part.samples = samples
         gram = reduce(torch.add, [part.gram() for part in parts])
-        wide = gram.to(torch.promote_types(gram.dtype, torch.float32))  # none in less
+        wide = at_least_single(gram)  # none in less
         values, u = torch.linalg.eigh(wide)
         eps = max(len(values) * torch.finfo(wide.dtype).eps, torch.finfo(gram.dtype).eps)
         is_known = values > eps * values[-1:]

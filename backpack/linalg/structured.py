@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 
 from backpack.context import without_autocast
-from backpack.linalg.operators import LinearOperator
+from backpack.linalg.operators import LinearOperator, one_number
 from backpack.utils.convert_parameters import vector_to_parameter_list
 from backpack.utils.kroneckers import (
     EigenKronecker,
@@ -38,6 +38,12 @@ class SpectralOperator(LinearOperator):
 
     def __init__(self, spectrum: Tensor, bases: Blocks = (), order: Tensor | None = None):
         """Store eigenvalues and eigenvectors."""
+        sizes = [_size(block) for block in bases]
+        if spectrum.dim() != 1 or (sizes and sum(sizes) != len(spectrum)):
+            raise ValueError(
+                "Expected eigenvalues [P], and blocks of eigenvectors with P rows together (or "
+                f"none), got shape {list(spectrum.shape)}, and blocks with {sizes} rows."
+            )
         super().__init__(len(spectrum), spectrum.dtype, spectrum.device)
         self._given = spectrum, bases
         self.order = order
@@ -82,6 +88,7 @@ class SpectralOperator(LinearOperator):
         Raises:
             ValueError: If the matrix is not positive definite.
         """
+        damping = one_number(self, damping)
         damped = self.spectrum + damping
         if not damped.min() > 0:
             raise ValueError(f"{self!r} with damping {damping:g} is {_NOT_POSITIVE}")
@@ -93,6 +100,7 @@ class SpectralOperator(LinearOperator):
         Raises:
             ValueError: If the matrix is singular.
         """
+        damping = one_number(self, damping)
         damped = self.spectrum + damping
         if not damped.abs().min() > 0:
             raise ValueError(
@@ -199,7 +207,7 @@ class KroneckerOperator(SpectralOperator):
 
     Raises:
         ValueError: If a factor is neither a square matrix nor a vector, or there is none; and if
-            one is found not to be positive semidefinite, when it is decomposed.
+            one is found not to be symmetric and positive semidefinite, when it is decomposed.
     """
 
     def __init__(self, factors: Blocks, order: Tensor | None = None):
@@ -227,9 +235,18 @@ class KroneckerOperator(SpectralOperator):
 
     def _decomposed(self, factor: Tensor) -> tuple[Tensor, Tensor]:
         """Return eigenvalues and eigenvectors of a factor, if it is positive semidefinite."""
+        eps = torch.finfo(factor.dtype).eps
+        if factor.dim() == 2:
+            difference, factor = factor - factor.mT, (factor + factor.mT) / 2
+            # what was computed in lower precision is nearly symmetric
+            if difference.norm() > max(eps**0.5, 1e-2) * factor.norm():
+                raise ValueError(
+                    f"{self!r}: a factor of shape {list(factor.shape)} is not symmetric. Its "
+                    "inverse, spectrum, determinant and samples would be those of another matrix."
+                )
         values, basis = eigh_semidefinite(factor, in_double=True)
         negative = values.sum() - diagonal_of(factor).sum()  # which are zero among these
-        if negative > torch.finfo(factor.dtype).eps ** 0.5 * values.sum():
+        if negative > eps**0.5 * values.sum():
             raise ValueError(
                 f"{self!r}: a factor of shape {list(factor.shape)} is not positive semidefinite. "
                 "Its inverse, spectrum, determinant and samples would be those of another matrix."
@@ -275,6 +292,7 @@ class KroneckerOperator(SpectralOperator):
         Raises:
             ValueError: If the matrix is singular.
         """
+        damping = one_number(self, damping)
         if not split:
             return super().inverse(damping)
         blocks = [[values for values, _ in block] for block in self._eigenpairs]

@@ -150,8 +150,12 @@ def positive(value: float | Tensor, what: str) -> float:
     """Return a number as it is.
 
     Raises:
-        ValueError: If it is not positive.
+        ValueError: If it is not positive, or a tensor of several.
     """
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(
+            f"The {what} has to be one positive number, got a tensor of shape {list(value.shape)}."
+        )
     number = float(value.detach() if isinstance(value, Tensor) else value)
     if not number > 0:
         raise ValueError(f"The {what} has to be positive, got {number:g}.")

@@ -36,7 +36,7 @@ def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         ImportError: If the file is of ``safetensors``, which is not installed.
     """
     with open(path, "rb") as file:  # whatever its name says
-        if file.read(2) == b"PK":
+        if file.read(4) == b"PK\3\4":  # the other library begins with the length of its header
             file.seek(0)
             content = torch.load(file, map_location="cpu", weights_only=True)
             return content["tensors"], content[_METADATA]

@@ -7,7 +7,7 @@ on the flattened tensor. A vector ``[D]`` among the factors stands for a diagona
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial, reduce
 from math import prod
@@ -106,29 +106,30 @@ def inv_kfacs(factors: Sequence[Tensor], shift: Shift = None) -> list[Tensor]:
             for all of them, or one per factor, which may be a vector. ``None`` adds nothing.
 
     Returns:
-        The inverses ``(A + shift·I)⁻¹, ...``, ``[D_1, D_1], [D_2, D_2], ...``
+        The inverses ``(A + shift·I)⁻¹, ...``, ``[D_1, D_1], [D_2, D_2], ...``, in the precision of
+        the factors, and computed in single precision at least.
 
     Raises:
         ValueError: If there are no factors, one is not square or (with its shift) singular, or
-            the number of shifts is not the number of factors.
+            has an inverse that is beyond its precision, or the number of shifts is not that of
+            the factors.
     """
     _check_matrices(factors)
     if any(factor.shape[0] != factor.shape[-1] for factor in factors):
         raise ValueError(f"Only square factors can be inverted, got shapes {_shapes(factors)}.")
-
-    if shift is None:
-        return [_inverse(factor) for factor in factors]
 
     if isinstance(shift, Tensor) and shift.dim():  # one for each
         shift = list(shift)
     shifts = list(shift) if isinstance(shift, Sequence) else [shift] * len(factors)
     if len(shifts) != len(factors):
         raise ValueError(f"Got {len(shifts)} shifts for {len(factors)} factors.")
-    return [_inverse(_shifted(f, value)) for f, value in zip(factors, shifts, strict=True)]
+    return [_inverse(factor, value) for factor, value in zip(factors, shifts, strict=True)]
 
 
-def _shifted(factor: Tensor, value: float | Tensor) -> Tensor:
+def _shifted(factor: Tensor, value: float | Tensor | None) -> Tensor:
     """Add a multiple of the identity: ``[D, D]``, or ``[D]``."""
+    if value is None:
+        return factor
     if factor.dim() == 1:
         return factor + value
     return factor + value * torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
@@ -272,16 +273,18 @@ class EigenKronecker:
         return f"EigenKronecker(shape={list(self.shape)}, bases={[len(q) for q in self.bases]})"
 
 
-def _inverse(mat: Tensor) -> Tensor:
+def _inverse(factor: Tensor, shift: float | Tensor | None) -> Tensor:
     """Invert a matrix: by Cholesky if it is symmetric positive definite, by LU, or a diagonal."""
-    eps = torch.finfo(mat.dtype).eps
+    eps = torch.finfo(factor.dtype).eps  # what is lost in the entries
+    single = torch.promote_types(factor.dtype, torch.float32)  # torch has no solvers in less
+    mat = _shifted(factor.to(single), shift)
     if mat.dim() == 1:
         sizes = mat.detach().abs()
         if not sizes.min() >= eps * sizes.max() > 0:
             raise ValueError(_SINGULAR.format(tuple(mat.shape)))
-        return 1 / mat
+        return _as_precise(1 / mat, factor)
     # Cholesky only reads one triangle, so it must not see an asymmetric matrix.
-    symmetric = bool((mat - mat.mT).norm() <= 10 * eps * mat.norm())
+    symmetric = bool((mat - mat.mT).norm() <= 10 * torch.finfo(single).eps * mat.norm())
     chol, info = torch.linalg.cholesky_ex(mat)
     if symmetric and info == 0:
         inverse = torch.cholesky_inverse(chol)
@@ -293,7 +296,15 @@ def _inverse(mat: Tensor) -> Tensor:
         # The reciprocal condition number. Written such that NaN counts as singular.
         if info != 0 or not 1 / (norm * inverse_norm) >= eps:
             raise ValueError(_SINGULAR.format(tuple(mat.shape)))
-    return inverse
+    return _as_precise(inverse, factor)
+
+
+def _as_precise(inverse: Tensor, factor: Tensor) -> Tensor:
+    """Return an inverse in the precision of the factor, if it has a place there."""
+    found = inverse.to(factor.dtype)
+    if found is not inverse and not bool(found.isfinite().all()):
+        raise ValueError(_SINGULAR.format(tuple(factor.shape)))
+    return found
 
 
 _SINGULAR = (
@@ -304,6 +315,8 @@ _SINGULAR = (
 
 def _check_matrices(factors: Sequence[Tensor]) -> None:
     """Check that there are factors, and that they are matrices, or diagonals of some."""
+    if isinstance(factors, Tensor | Mapping | Set) or not hasattr(factors, "__len__"):
+        raise ValueError(f"Expected a list of matrices, got a {type(factors).__name__}.")
     if not factors or any(factor.dim() not in (1, 2) for factor in factors):
         raise ValueError(f"Expected a list of matrices, got shapes {_shapes(factors)}.")
 
