@@ -469,6 +469,10 @@ def test_top() -> None:
     assert (values < 0).any() or scores.min() >= 0
     with pytest.raises(ValueError, match="less than 10 samples: 9"):
         influence.top(10, queries)
+    with pytest.raises(ValueError, match="k has to be at least 1, got -1"):
+        influence.top(-1, queries)
+    with pytest.raises(ValueError, match=r"Scores are \[Q, N\], .*got \[9\]"):
+        influence.top(3, scores[0])
 
 
 def test_low_rank_queries() -> None:
@@ -489,6 +493,18 @@ def test_low_rank_queries() -> None:
     near = torch.einsum("qo,q,qi->qoi", left[:, :, 0], values[:, 0], right[:, 0]).flatten(1)
     expected = near @ G[:N, -27:-3].T / N
     assert_close(one.scores(queries, by="parameter")["4.weight"], expected)
+
+
+def test_low_rank_queries_in_half_precision() -> None:
+    model = nn.Linear(4, 3, dtype=torch.bfloat16)
+    X, y = torch.rand(5, 4, dtype=torch.bfloat16), torch.arange(5) % 3
+    data, loss = [(X, y)], nn.CrossEntropyLoss()
+    whole, low = (
+        Influence(model, loss, data, "identity", query_rank=rank).scores((X[:2], y[:2]))
+        for rank in (None, 1)  # a gradient of one position has rank 1
+    )
+    assert low.dtype == torch.bfloat16
+    assert_close(low, whole, rtol=0.05, atol=1e-2)
 
 
 def test_measure() -> None:
@@ -659,6 +675,20 @@ def test_save_and_load(
         Influence.load(path, model, loss, data, params=[next(model.parameters())])
 
 
+def test_curvature_of_a_file_has_the_scale_of_its_loss(tmp_path: Path) -> None:
+    """Without a curvature, the reduction does not matter."""
+    model, loss, X, y = problem("cnn")
+    data, queries, total = batches(X, y), (X[N:], y[N:]), nn.CrossEntropyLoss(reduction="sum")
+    Influence(model, loss, data, KroneckerGGN, DAMPING).save(tmp_path / "factors")
+    with pytest.raises(ValueError, match=r"reduction='mean'.* reduction='sum'"):
+        Influence.load(tmp_path / "factors", model, total, data)
+    plain = Influence(model, loss, data, "identity")
+    plain.save(tmp_path / "identity")
+    loaded = Influence.load(tmp_path / "identity", model, loss, data)
+    assert_close(loaded.scores(queries), plain.scores(queries))
+    assert Influence.load(tmp_path / "identity", model, total, data).curvature is None
+
+
 @pytest.mark.parametrize("what", ["weight", "buffer"])
 def test_other_weights_than_those_of_the_curvature(what: str, tmp_path: Path) -> None:
     """They are an error, also of a model that was loaded; the old ones have their scores again."""
@@ -697,6 +727,10 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, metadata = load_tensors(tmp_path / "x")
     assert_close(loaded, tensors)
     assert metadata == {"k": "v"}
+    # the first bytes are the length of the header, and those of a zip file for this one
+    save_tensors(tmp_path / "y", {"c": whole}, {"k": "v" * 19192})
+    assert (tmp_path / "y").read_bytes()[:4] == b"PK\0\0"
+    assert_close(load_tensors(tmp_path / "y")[0], {"c": whole})
     without("safetensors", monkeypatch)
     with pytest.raises(ImportError, match="pip install safetensors"):
         load_tensors(tmp_path / "x")
@@ -879,6 +913,32 @@ def test_tracin(tmp_path: Path) -> None:
     assert_close(dict(model.state_dict()), own)
     with pytest.raises(ValueError, match="learning rate for each: got 2 and 1"):
         TracIn(model, loss, data, checkpoints, [0.1])
+
+
+class WithExtraState(nn.Linear):
+    """It keeps something that is no tensor in its state."""
+
+    extra: Any = ("first",)
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def test_checkpoints_with_extra_state() -> None:
+    """It is put back as the parameters are."""
+    model = WithExtraState(4, 3)
+    checkpoint = {**copy.deepcopy(model.state_dict()), "_extra_state": ("other",)}
+    data = [(torch.rand(5, 4), torch.arange(5) % 3)]
+    scores = TracIn(model, nn.CrossEntropyLoss(), data, [checkpoint]).self_scores()
+    plain = nn.Linear(4, 3)
+    plain.load_state_dict({name: p.detach() for name, p in model.named_parameters()})
+    assert_close(
+        scores, TracIn(plain, nn.CrossEntropyLoss(), data, [plain.state_dict()]).self_scores()
+    )
+    assert model.extra == ("first",)
 
 
 @pytest.mark.parametrize("is_file", [False, True])

@@ -368,6 +368,11 @@ def test_wrong_temperatures() -> None:
             laplace.temperature = wrong
         with pytest.raises(ValueError, match="temperature has to be positive"):
             Laplace(model, loss, [(X, y)], temperature=wrong)
+    several: Any = torch.tensor([1.0, 2.0])
+    with pytest.raises(ValueError, match=r"temperature has to be one .* of shape \[2\]"):
+        laplace.temperature = several
+    with pytest.raises(ValueError, match=r"prior precision has to be one .* of shape \[2\]"):
+        laplace.prior_precision = {"": several}
     negative = Laplace(model, loss, [(X, y)], SpectralOperator(-torch.ones(31)), 1.5 * N)
     with pytest.raises(ValueError, match="not positive definite"):
         negative.temperature = 0.5
@@ -605,7 +610,7 @@ def test_precision_for_other_data_that_is_refused() -> None:
     data = batches(X, y)
     laplace = Laplace(model, loss, data, prior_precision=3.0)
     fit: Any = laplace.fit_prior_precision
-    with pytest.raises(ValueError, match="one for the model, got per='layer'"):
+    with pytest.raises(ValueError, match=r"got per='layer': .* marginal likelihood"):
         fit(per="layer", validation=data)
     with pytest.raises(ValueError, match="'probit' or 'bridge', got 'sampling'"):
         fit(validation=data, method="sampling")
@@ -1151,6 +1156,59 @@ def test_states_that_do_not_fit() -> None:
         loaded.predict(X)
     other.load_state_dict(model.state_dict())
     assert_close(loaded.predict(X), Laplace(model, loss, [(X, y)]).predict(X))
+
+
+OPTIONS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "weight": (nn.CrossEntropyLoss, {"weight": torch.tensor([1.0, 2.0, 3.0])}, {}),
+    "other weight": (
+        nn.CrossEntropyLoss,
+        {"weight": torch.tensor([1.0, 2.0, 3.0])},
+        {"weight": torch.tensor([1.0, 2.0, 4.0])},
+    ),
+    "ignore_index": (nn.CrossEntropyLoss, {}, {"ignore_index": 0}),
+    "label_smoothing": (nn.CrossEntropyLoss, {"label_smoothing": 0.1}, {}),
+    "pos_weight": (nn.BCEWithLogitsLoss, {}, {"pos_weight": torch.ones(3)}),
+    "beta": (nn.SmoothL1Loss, {}, {"beta": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_states_of_other_options_of_the_loss(name: str) -> None:
+    """They are another likelihood; other reductions, and precisions of weights, are not."""
+    kind, given, others = OPTIONS[name]
+    model, _, X, _ = problem("mlp")
+    y = torch.randint(3, (N,)) if kind is nn.CrossEntropyLoss else torch.rand(N, 3).round()
+    laplace = Laplace(model, kind(**given).double(), [(X, y)])
+    state = through_file(laplace.state_dict(), weights_only=True)
+    option = name.rpartition(" ")[2]
+    message = rf"of {kind.__name__} with {option}=.*, but this one has {option}=.* it had"
+    for own in (kind(**others).double(), kind(**others, reduction="sum")):
+        with pytest.raises(ValueError, match=message):
+            Laplace.from_state_dict(model, own, state)
+    Laplace.from_state_dict(model, kind(**given), state)
+    older = {name: value for name, value in state.items() if name != "loss_options"}
+    Laplace.from_state_dict(model, kind(**others), older)
+    half = Laplace.from_state_dict(model, kind(**given).bfloat16(), state)
+    assert_close(half.prior_precision, laplace.prior_precision)
+    loaded = Laplace.from_state_dict(model, kind(**given, reduction="sum").double(), state)
+    assert_close(loaded.outputs(X), laplace.outputs(X))
+    if kind is nn.CrossEntropyLoss:
+        held_out, grid = [(X, y)], [0.1, 1.0, 10.0]
+        found = loaded._validation_losses(held_out, grid, "probit")
+        assert_close(found, laplace._validation_losses(held_out, grid, "probit"))
+
+
+def test_states_stay_what_they_are() -> None:
+    """What is fitted or set later belongs to the posterior alone."""
+    model, loss, X, y = problem("mse")
+    laplace = Laplace(model, loss, [(X, y)], prior_mean={"": torch.tensor(0.1)}, noise=0.4)
+    state, before = laplace.state_dict(), [laplace.outputs(X), laplace.log_marginal_likelihood()]
+    laplace.fit_noise()
+    laplace.fit_prior_precision(per="layer")
+    laplace.prior_mean, laplace.temperature = 0.3, 2.0
+    assert laplace.log_marginal_likelihood() != before[1]
+    loaded = Laplace.from_state_dict(model, loss, state)
+    assert_close([loaded.outputs(X), loaded.log_marginal_likelihood()], before, rtol=0, atol=0)
 
 
 def test_other_weights_than_those_of_the_curvature() -> None:

@@ -15,7 +15,9 @@ from torch.nn.functional import pad
 
 from backpack import backpack, disable
 from backpack.core.engine.factored import FactoredGrad
-from backpack.distributed.data_group import ProcessGroupChoice, check_same, digest
+from backpack.core.values import at_least_single
+from backpack.distributed.agreement import digest
+from backpack.distributed.data_group import ProcessGroupChoice, check_same
 from backpack.extensions import BatchGrad
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from backpack.influence.positions import axes_of, sum_of_positions
@@ -88,8 +90,9 @@ class Attribution:
                 instead of computed: an interrupted program goes on where it was.
 
         Returns:
-            ``[Q, N]``, samples in the order of the data, those of the first process first; or a
-            dictionary of these, by name.
+            ``[Q, N]``, positive where a sample lowers the loss of the query (or the ``measure``);
+            samples in the order of the data, those of the first process first. Or a dictionary of
+            these, by name.
 
         Raises:
             ValueError: If the folder belongs to other queries, data or options.
@@ -122,7 +125,7 @@ class Attribution:
         Args:
             k: How many, for each query.
             queries: As for :meth:`scores`, or scores ``[Q, N]``.
-            harmful: Find the most negative ones instead.
+            harmful: Find the most negative ones instead, which raise the loss (or the ``measure``).
             folder: As for :meth:`scores`.
 
         Returns:
@@ -130,12 +133,18 @@ class Attribution:
             each.
 
         Raises:
-            ValueError: If there are less than k samples.
+            ValueError: If there are less than k samples, k is not positive, or scores have another
+                number of axes.
         """
+        if k < 1:
+            raise ValueError(f"k has to be at least 1, got {k}.")
         sign = -1.0 if harmful else 1.0
         best: tuple[Tensor, Tensor] | None = None
         norm, start, weights = 1.0, 0, 0.0
         is_given = isinstance(queries, Tensor)
+        if is_given and queries.dim() != 2:
+            shape = list(queries.shape)
+            raise ValueError(f"Scores are [Q, N], one row for each query; got {shape}.")
         with self._objective.telling():
             batches = [(0.0, {"": queries})] if is_given else self._each_batch(queries, folder)
             for weight, found in batches:
@@ -367,10 +376,13 @@ class Directions:
         self.dense: Tensor | None = directions
         if rank is None or directions.dim() < 3 or rank >= min(directions.flatten(2).shape[1:]):
             return
-        left, values, right = torch.linalg.svd(directions.flatten(2), full_matrices=False)
+        wide = directions.flatten(2)
+        wide = at_least_single(wide)  # svd knows none in less
+        left, values, right = torch.linalg.svd(wide, full_matrices=False)
         self.dense, self.rank, self.shape = None, rank, directions.shape
-        self.a = (left * values.unsqueeze(1)).mT[:, :rank].flatten(0, 1)  # [Q·r, O]
-        self.b = right[:, :rank].flatten(0, 1)  # [Q·r, I]
+        a = (left * values.unsqueeze(1)).mT[:, :rank].flatten(0, 1)  # [Q·r, O]
+        b = right[:, :rank].flatten(0, 1)  # [Q·r, I]
+        self.a, self.b = a.to(directions), b.to(directions)
 
     def whole(self) -> Tensor:
         """Return the directions, ``[Q, *p]``."""

@@ -29,9 +29,11 @@ BLOCK_ENTRIES = 2**25
 class Influence(Attribution):
     """Influence functions: a Newton step away from a sample.
 
-    Structured curvature is a snapshot of the model as it is when this is built: other weights are
-    an error later. Gradients of samples are kept as factors where that is smaller; those of queries
-    as they are, or at low rank.
+    Scores are the change of a query's loss that is expected if a training sample is left out:
+    positive where the sample helps, negative where it does harm. With a ``measure``, they are the
+    change of that. Structured curvature is a snapshot of the model as it is when this is built:
+    other weights are an error later. Gradients of samples are kept as factors where that is
+    smaller; those of queries as they are, or at low rank.
 
     Source: Koh, Liang, Understanding black-box predictions via influence functions (ICML 2017);
     with Kronecker factors Grosse et al., Studying large language model generalization with
@@ -235,6 +237,7 @@ class Influence(Attribution):
             raise ValueError(f"{self.curvature!r} is matrix-free: there are no factors to save.")
         if not self._objective.rank:
             known = {"damping": repr(self.damping), "weights": json.dumps(self._weights)}
+            known["reduction"] = str(self._objective.reduction)
             save_tensors(path, tensors, {**known, **self._shapes()})
 
     def _shapes(self) -> dict[str, str]:
@@ -263,7 +266,7 @@ class Influence(Attribution):
             **options: Further options of the class, such as ``measure``.
 
         Raises:
-            ValueError: If the parameters are others.
+            ValueError: If the parameters are others, or the loss has another reduction.
         """
         tensors, metadata = load_tensors(path)
         made = cls(model, loss_function, train_data, "identity", None, params, **options)
@@ -271,6 +274,14 @@ class Influence(Attribution):
             raise ValueError(
                 f"{path} is of other parameters: {metadata['parameters']}. These are "
                 f"{made._shapes()['parameters']}."
+            )
+        own = str(made._objective.reduction)
+        known = metadata.get("reduction", own)
+        if "spectrum" in tensors and known != own:
+            raise ValueError(
+                f"{path} has the curvature of a loss with reduction={known!r}, but "
+                f"{type(loss_function).__name__} here has reduction={own!r}: the scale would be "
+                "wrong. Load it with the loss that it was saved with."
             )
         device = made._objective.params[0].device
         tensors = {name: tensor.to(device) for name, tensor in tensors.items()}

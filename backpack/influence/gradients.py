@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from backpack.core.values import at_least_single
 from backpack.distributed.data_group import ProcessGroupChoice
 from backpack.extensions import BatchL2Grad, ProjectedGrad
 from backpack.influence.attribution import Attribution, By, Directions, Measure, with_samples
@@ -146,7 +148,11 @@ class TracIn(Attribution):
             ValueError: If the checkpoint is not that of the model.
         """
         model = self._objective.model
-        own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        # what is no tensor is the extra state of a module
+        own = {
+            name: x.clone() if isinstance(x, Tensor) else deepcopy(x)
+            for name, x in model.state_dict().items()
+        }
         state: Any = checkpoint
         if isinstance(checkpoint, (str, Path)):
             state = torch.load(checkpoint, map_location="cpu", weights_only=True)
@@ -236,7 +242,7 @@ class ProjectedInfluence(Attribution):
                 self._weight += weight * counts
                 rows.append(torch.stack(found).sum(0)[: None if counts else 0])
         self.features = torch.cat(rows)
-        wide = self.features.to(torch.promote_types(self.features.dtype, torch.float32))
+        wide = at_least_single(self.features)
         F, weight = self._objective.total(
             "features of ProjectedInfluence", [wide.T @ wide], self._weight
         )

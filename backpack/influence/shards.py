@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack.distributed.data_group import digest
+from backpack.distributed.agreement import digest
 from backpack.linalg.order import rows_of, signature
 from backpack.utils.batches import tensors_of
 from backpack.utils.files import load_tensors, save_tensors

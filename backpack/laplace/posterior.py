@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
+from inspect import signature
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -80,8 +81,10 @@ class Posterior:
                 ``progress`` and, if it has that argument, ``use_converter``; or a structured
                 operator of the same loss (with its reduction, which is checked where the operator
                 knows it).
-            prior_precision: δ, positive: one number, one for each parameter, or a dictionary by the
-                names of parameters and modules (``""`` stands for all others).
+            prior_precision: δ, positive, next to the summed negative log likelihood: for a mean of
+                N terms and the weight decay c, N c (of ``MSELoss``, whose terms are entries of the
+                output, N c / (2 noise²)). One number, one for each parameter, or a dictionary by
+                the names of parameters and modules (``""`` stands for all others).
             params: Parameters that are uncertain: ``"all"`` that are trainable, those of the
                 ``"last"`` layer that is called, or some of the model's.
             noise: Standard deviation of the targets of ``MSELoss``.
@@ -336,6 +339,9 @@ class Posterior:
 
         ``torch.load(..., weights_only=True)`` reads what ``torch.save`` writes of it. It has
         neither the model, whose ``state_dict()`` is saved besides, nor the loss, nor the data.
+
+        Its tensors are those of the posterior, as in torch: what writes on them changes both. Fits
+        and settings put others in their place there, and leave a state as it was.
         """
         kind = type(self._objective.loss_function)
         return {
@@ -345,6 +351,7 @@ class Posterior:
             "bases": [list(block) for block in self._given.bases],
             "order": self._given.order,
             "loss_function": (torch_loss(kind) or kind).__name__,
+            "loss_options": _options(self._objective.loss_function),
             "prior_precision": self.prior_precision,
             "prior_mean": self.prior_mean,
             "noise": self.noise,
@@ -364,7 +371,8 @@ class Posterior:
 
         Args:
             model: The model, with the weights that it had. Predictions check that.
-            loss_function: The loss.
+            loss_function: The loss, with the options that it had (``weight``, ``ignore_index``,
+                ``label_smoothing``, …). Its ``reduction`` may be another one.
             state: What :meth:`state_dict` has returned.
             use_converter: As when it was built.
             process_group: The same.
@@ -384,6 +392,14 @@ class Posterior:
             raise ValueError(
                 f"The state is that of {state['loss_function']}, but the loss is {own}."
             )
+        options = state.get("loss_options", {})  # which older states do not have
+        for name, value in _options(loss_function).items():
+            if name in options and not _is_same_option(was := options[name], value):
+                raise ValueError(
+                    f"The state is that of {own} with {name}={was}, but this one has "
+                    f"{name}={value}, which is another likelihood. Give the loss the options that "
+                    "it had."
+                )
         made = cls.__new__(cls)
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         known = dict(inner.named_parameters())
@@ -459,3 +475,27 @@ def _as_noise(value: float) -> float:
             "For several, divide each output and its targets by its own noise, and use noise=1."
         )
     return positive(float(value), "noise")
+
+
+def _options(loss_function: Module) -> dict[str, Any]:
+    """Return the options of a loss of torch that make it another likelihood.
+
+    How it is reduced is none: the curvature is that of the sum.
+    """
+    kind = torch_loss(type(loss_function))
+    names = () if kind is None else signature(kind).parameters
+    reductions = ("reduction", "reduce", "size_average")
+    options = {n: getattr(loss_function, n, None) for n in names if n not in reductions}
+    kinds = (bool, int, float, str, Tensor, type(None))  # functions cannot be compared, or saved
+    return {name: value for name, value in options.items() if isinstance(value, kinds)}
+
+
+def _is_same_option(one: Any, other: Any) -> bool:
+    """Whether two options of a loss are equal, wherever they are and in any precision."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        floating = [x.dtype for x in (one, other) if x.is_floating_point()]
+        rough = max((torch.finfo(dtype).eps for dtype in floating), default=0.0)
+        one, other = one.double().cpu(), other.double().cpu()
+        return one.shape == other.shape and torch.allclose(one, other, rough, 0)
+    are_plain = not (isinstance(one, Tensor) or isinstance(other, Tensor))
+    return are_plain and one == other

@@ -84,7 +84,12 @@ class Laplace(Predictive):
             raise ValueError(f"per is 'model', 'layer' or 'parameter', got {per!r}.")
         if validation is not None:
             if per != "model":
-                raise ValueError(f"With validation data, δ is one for the model, got per={per!r}.")
+                raise ValueError(
+                    f"With validation data, δ is one for the model, got per={per!r}: a grid of "
+                    "several would have too many points. Leave validation out, and the marginal "
+                    "likelihood fits them, or set prior_precision to a few dictionaries, one "
+                    "after the other, and compare the loss of what predict() returns."
+                )
             if num_values < 2:
                 raise ValueError(f"num_values is at least 2, the limits, got {num_values}.")
             grid = torch.linspace(log(lowest), log(highest), num_values, dtype=torch.float64)
