@@ -40,6 +40,7 @@ from backpack.optim import (
     privacy_spent,
     renyi_divergence,
 )
+from backpack.optim.privacy import _log_binomials
 from backpack.utils.kroneckers import kfacs_to_mat
 
 X = torch.rand(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -734,6 +735,65 @@ def test_a_group_out_of_range_is_not_added(options: dict[str, Any]) -> None:
     assert len(optimiser.param_groups) == 1
 
 
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [
+        (KFAC, {"kl_clip": None}),
+        (DiagGGN, {"adapt_damping_every": 2}),
+        (partial(DPSGD, **PRIVATE), {"max_grad_norm": 0.1}),
+    ],
+    ids=["KFAC", "DiagGGN", "DPSGD"],
+)
+def test_options_of_the_whole_optimiser_are_none_of_a_group(make: Any, option: Any) -> None:
+    """They had no effect there, without a word."""
+    p, last = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    message = f"{next(iter(option))} is an option of the whole optimiser"
+    with pytest.raises(ValueError, match=message):
+        make([{"params": [p], **option}])
+    optimiser = make([{"params": [p], "lr": 0.3, "name": "first"}])
+    with pytest.raises(ValueError, match=message):
+        optimiser.add_param_group({"params": [last], **option})
+
+
+@pytest.mark.parametrize("make", [KFAC, partial(DPSGD, **PRIVATE)], ids=["KFAC", "DPSGD"])
+def test_complex_parameters_are_an_error(make: Any) -> None:
+    """Noise of a step without samples was too small for them, by the root of two."""
+    p = nn.Parameter(torch.ones(3, 2, dtype=torch.complex64))
+    optimiser = make([nn.Parameter(torch.ones(2)), p])
+    p.grad = torch.ones_like(p)
+    step = getattr(optimiser, "step_without_samples", optimiser.step)
+    message = r"needs real parameters, parameter 1 of group 0, of shape \(3, 2\), is complex"
+    with pytest.raises(RuntimeError, match=message):
+        step()
+    p.requires_grad_(False)
+    p.grad = None
+    step()
+
+
+def test_lengths_of_steps_in_half_precision() -> None:
+    """The sum of 1600 products of 100 overflows in ``float16``: there was no step."""
+    p = one_parameter((1600,), "diag_ggn_mc", torch.zeros(1600, dtype=torch.float16))
+    p.data, p.grad = torch.ones(1600).half(), torch.ones(1600).half()
+    DiagGGN([p], lr=0.1, damping=1e-2, kl_clip=1.6).step()
+    # a step of 10 in each entry has the length 1600 in the metric of the damping
+    expected = 1 - 10 * (1.6 / 1600) ** 0.5
+    assert_close(p.detach(), torch.full_like(p, expected), rtol=1e-3, atol=1e-3)
+
+
+def test_damping_adapts_to_a_penalty_in_half_precision() -> None:
+    """The penalty overflows in ``float16``: no loss had a gain, and the damping grew."""
+    p = one_parameter((1600,), "diag_ggn_mc", torch.zeros(1600, dtype=torch.float16))
+    p.data, p.grad = torch.full((1600,), 8.0).half(), None
+    optimiser = DiagGGN([p], lr=0.1, weight_decay=1.0, kl_clip=None, adapt_damping_every=1)
+
+    def closure() -> float:
+        p.grad, p.diag_ggn_mc = torch.zeros_like(p), torch.zeros_like(p)
+        return 0.0
+
+    optimiser.step(closure)
+    assert optimiser.param_groups[0]["damping"] == 1e-2 * 19 / 20
+
+
 @pytest.mark.parametrize("make", [DiagGGN, KFAC, partial(DPSGD, **PRIVATE)])
 def test_bfloat16(make: Any) -> None:
     """Steps in low precision are those in double precision, about."""
@@ -1151,6 +1211,38 @@ def test_a_part_is_not_forgotten() -> None:
     assert_close(*steps)
 
 
+@pytest.mark.parametrize("why", ["mixes", "twice"])
+def test_parts_before_a_refused_one_are_dropped(why: str) -> None:
+    """A sample of them that is in the next batch, too, added 2 R."""
+    model, lossfunc = network(), extend(nn.CrossEntropyLoss())
+    options = {**PRIVATE, "lr": 5, "max_grad_norm": 1e-3, "noise_multiplier": 0.0}
+    optimiser = DPSGD(model.parameters(), **options)
+    before = parameters(model)
+
+    def part(x: Tensor, y: Tensor, mixes: bool = False) -> None:
+        optimiser.zero_grad()
+        with backpack(*optimiser.extensions):
+            lossfunc(model(x - x.mean(0) if mixes else x), y).backward()
+        optimiser.accumulate()
+
+    part(X[:1], Y[:1])
+    if why == "mixes":
+        with pytest.raises(ValueError, match="may depend on other samples"):
+            part(X, Y, mixes=True)
+    else:
+        optimiser.zero_grad()
+        for _ in range(2):
+            with backpack(*optimiser.extensions):
+                lossfunc(model(X), Y).backward()
+        with pytest.raises(RuntimeError, match="2 backward passes since the last step"):
+            optimiser.accumulate()
+    part(X[:1], Y[:1])
+    optimiser.step()
+    pairs = zip(parameters(model), before, strict=True)
+    moved = [(p - old).flatten() for p, old in pairs]
+    assert float(torch.cat(moved).norm()) == pytest.approx(1e-3, rel=1e-6)
+
+
 def test_a_batch_that_was_dropped_is_not_used() -> None:
     """A backward pass outside of the context has no clipped gradients, not those before it."""
     model, lossfunc = network(), extend(nn.CrossEntropyLoss())
@@ -1171,6 +1263,44 @@ def test_classes_as_bytes_are_not_ignored() -> None:
     with backpack(*optimiser.extensions):
         nn.functional.cross_entropy(model(torch.rand(6, 4)), labels).backward()
     optimiser.step()
+
+
+def test_a_step_without_samples_leaves_what_is_frozen() -> None:
+    """A gradient that it still has from before moved it."""
+    model = network()
+    optimiser = DPSGD(model.parameters(), **PRIVATE)
+    optimiser.step(make_closure(model, optimiser))
+    model[0].bias.requires_grad_(False)
+    assert model[0].bias.grad is not None
+    before = parameters(model)
+    optimiser.step_without_samples()
+    stays = [bool((p == old).all()) for p, old in zip(model.parameters(), before, strict=True)]
+    assert stays == [False, True, False, False]
+
+
+def test_a_step_without_samples_does_not_tell_that_it_is_one() -> None:
+    """A layer that takes no part moved in these steps alone."""
+    model, unused = network(), nn.Linear(3, 2).double()
+    optimiser = DPSGD([*model.parameters(), *unused.parameters()], **PRIVATE)
+    optimiser.step(make_closure(model, optimiser))
+    before = parameters(model), parameters(unused)
+    optimiser.step_without_samples()
+    assert_close(parameters(unused), before[1], rtol=0, atol=0)
+    for p, old in zip(parameters(model), before[0], strict=True):
+        assert (p != old).all()
+    model[0].weight.requires_grad_(False)
+    optimiser.step_without_samples()  # others may take part now: all get noise
+    for p, old in zip(parameters(unused), before[1], strict=True):
+        assert (p != old).all()
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_a_bound_that_is_none_is_not_set(value: float) -> None:
+    """With ``stability``, steps were zero, or went up."""
+    optimiser = DPSGD(network().parameters(), **PRIVATE, stability=0.1)
+    with pytest.raises(ValueError, match="max_grad_norm has to be larger than 0, got"):
+        optimiser.max_grad_norm = value
+    assert optimiser.max_grad_norm == PRIVATE["max_grad_norm"]
 
 
 def test_a_step_without_samples_is_noise() -> None:
@@ -1362,6 +1492,15 @@ def divergence_by_integration(order: int, sigma: float, rate: float) -> float:
 def test_divergence_is_that_of_the_mixture(order: int, sigma: float, rate: float) -> None:
     expected = divergence_by_integration(order, sigma, rate)
     assert renyi_divergence(order, sigma, rate) == pytest.approx(expected, rel=1e-6)
+
+
+def test_divergence_with_another_default_device() -> None:
+    """Binomials of that device were kept, so that it was an error there, and later elsewhere."""
+    order = 37
+    _log_binomials.cache_clear()
+    with torch.device("meta"):
+        found = renyi_divergence(order, 1.5, 0.1)
+    assert found == renyi_divergence(order, 1.5, 0.1) > 0
 
 
 def test_limits_of_the_divergence() -> None:
@@ -2018,6 +2157,32 @@ def test_dp_sgd_refuses_losses_with_values_of_other_samples(factor: Any) -> None
         ).backward()
     with pytest.raises(ValueError, match=r"depend on other samples.*Weighed"):
         optimiser.step()
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda x: x - x.mean(0),
+        lambda x: x / x.abs().max(),
+        lambda x: x * x[:1].sum(),
+        lambda x: x * x.roll(1, 0),
+        lambda x: torch.cat([x[:1] * x[1:2], x[1:]]),
+        lambda x: torch.cat([x[:1] * x[-1:], x[1:]]),
+        lambda x: torch.cat([x[:-1], x[-1:] * x[-2:-1]]),
+    ],
+    ids=["mean", "largest", "first", "neighbours", "0 and 1", "ends", "the last two"],
+)
+def test_dp_sgd_sees_that_few_samples_are_mixed(mix: Any, samples: int) -> None:
+    """Two samples were never told apart, nor was what the first one alone has to do with others."""
+    model, lossfunc = network(), extend(nn.CrossEntropyLoss())
+    for own in (mix, lambda x: x):
+        optimiser = DPSGD(model.parameters(), **PRIVATE)
+        refused = pytest.raises(ValueError, match="may depend on other samples")
+        with refused if own is mix else nullcontext():
+            with backpack(*optimiser.extensions):
+                lossfunc(model(own(X[:samples])), Y[:samples]).backward()
+            optimiser.step()
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["once", "random"])

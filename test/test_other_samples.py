@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -133,6 +134,72 @@ def test_losses(name: str, converter: Any) -> None:
             step(inside, lambda: inside(X, LABELS))
 
 
+TWO = torch.tensor([0.5, 2.0])
+# of two classes, with constants that have as many entries
+OF_TWO_CLASSES: dict[str, Loss] = {
+    "class weights of a module": lambda z, y: (
+        nn.CrossEntropyLoss(TWO, reduction="sum")(z, y) / len(y)
+    ),
+    "class weights": lambda z, y: F.cross_entropy(z, y, TWO, reduction="sum") / len(y),
+    "positive weights": lambda z, y: nn.BCEWithLogitsLoss(pos_weight=TWO)(z, z.detach().sigmoid()),
+    "scale": lambda z, y: F.cross_entropy(z * TWO, y),
+    "made inside": lambda z, y: F.cross_entropy(z * torch.tensor([0.5, 2.0]), y),
+    "mean and deviation": lambda z, y: F.cross_entropy((z - TWO) / TWO.sqrt(), y),
+    "row": lambda z, y: F.cross_entropy(z + TWO[None], y),
+    "unit matrix": lambda z, y: F.mse_loss(z, torch.eye(2)[y]),
+    "table": lambda z, y: F.mse_loss(z @ torch.ones(2, 4), TABLE[y]),
+}
+TABLE = torch.arange(8.0).reshape(2, 4)
+
+
+@pytest.mark.parametrize("name", OF_TWO_CLASSES)
+def test_two_samples_and_constants_of_two_entries(name: str) -> None:
+    """Two samples alone are ambiguous; after a batch of three they are not."""
+    torch.manual_seed(0)
+    model, X, y = extend(nn.Linear(5, 2)), torch.randn(3, 5), torch.tensor([0, 1, 1])
+    for first in (2, 3):
+        optimiser = DPSGD(model.parameters(), **options())
+        for samples in (first, 2):
+            with backpack(*optimiser.extensions):
+                OF_TWO_CLASSES[name](model(X[:samples]), y[:samples]).backward()
+            if first == 3:
+                optimiser.step()
+                continue
+            with pytest.raises(
+                ValueError, match=r"read [^()]* \(in a batch of two samples,[^()]*\): the steps"
+            ):
+                optimiser.step()
+
+
+def test_two_samples_and_class_weights_of_an_extended_loss() -> None:
+    torch.manual_seed(0)
+    model, lossfunc = extend(nn.Linear(5, 2)), extend(nn.CrossEntropyLoss(TWO, reduction="sum"))
+    X, y = torch.randn(2, 5), torch.tensor([0, 1])
+    step(model, lambda: lossfunc(model(X), y), loss_reduction="sum")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z, axis: (z * z.detach().sum(axis, keepdim=True)).mean(),
+        lambda z, axis: (z * z.detach().sum(axis, keepdim=True) * TWO).mean(),
+        lambda z, axis: (z * z.detach().roll(1, axis) * TWO).mean(),
+    ],
+    ids=["sum", "sum and a constant", "neighbours and a constant"],
+)
+def test_two_samples_are_mixed_by_functions_that_passed(loss: Any) -> None:
+    """What is known of another batch is which tensors are data, not that nothing mixes them."""
+    torch.manual_seed(0)
+    model, X = extend(nn.Linear(5, 2)), torch.randn(3, 5)
+    optimiser = DPSGD(model.parameters(), **options())
+    for samples, axis in ((3, 1), (2, 1), (3, 1), (2, 0)):
+        refused = pytest.raises(ValueError, match="may depend on other samples")
+        with refused if axis == 0 else nullcontext():
+            with backpack(*optimiser.extensions):
+                loss(model(X[:samples]), axis).backward()
+            optimiser.step()
+
+
 def test_losses_that_ran_outside_of_the_context() -> None:
     """Functions that nobody has seen are refused, those of torch and extended ones are known."""
     torch.manual_seed(0)
@@ -143,7 +210,37 @@ def test_losses_that_ran_outside_of_the_context() -> None:
             step(model, lambda value=value: value)  # type: ignore[misc]
     for known in (F.cross_entropy, extended, lambda z, y: F.cross_entropy(z, y) / 2):
         value = known(model(X), LABELS)
-        step(model, lambda value=value: value)  # type: ignore[misc]
+        with pytest.warns(UserWarning, match="forward pass has run outside of the context"):
+            step(model, lambda value=value: value)  # type: ignore[misc]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(model, lambda known=known: known(model(X), LABELS))  # type: ignore[misc]
+
+
+OF_TWO: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
+    "weights of classes": lambda m, x, y: F.binary_cross_entropy_with_logits(
+        m(x)[:, :2], F.one_hot(y % 2, 2).to(x), pos_weight=torch.tensor([1.0, 3.0])
+    ),
+    "scale": lambda m, x, y: F.cross_entropy(m(x)[:, :2] * torch.tensor([0.5, 2.0]), y % 2),
+    "table": lambda m, x, y: F.mse_loss(m(x)[:, :2], torch.eye(2)[y % 2]),
+}
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+def test_constants_of_two_entries(name: str) -> None:
+    """They may be data in a batch of two samples, unless a larger one has told."""
+    torch.manual_seed(0)
+    X, loss = torch.randn(5, 5), OF_TWO[name]
+    for larger in (True, False):
+        model = extend(nn.Linear(5, 3))
+        optimiser = DPSGD(model.parameters(), **options())
+        refused = pytest.raises(ValueError, match="in a batch of two samples, a constant")
+        for size in (5, 2) if larger else (2,):
+            with backpack(*optimiser.extensions):
+                loss(model, X[:size], LABELS[:size]).backward()
+            with nullcontext() if larger else refused:
+                optimiser.step()
+            optimiser.zero_grad()
 
 
 class Net(nn.Module):
@@ -242,6 +339,37 @@ def test_hooks(mixes: bool) -> None:
     extend(behind)
     with refused if mixes else nullcontext():
         step(behind, lambda: loss(behind(X), LABELS))
+
+
+SEVERAL_OUTPUTS: dict[str, Callable[[], nn.Module]] = {
+    "LSTM": lambda: nn.LSTM(4, 4, batch_first=True),
+    "GRU": lambda: nn.GRU(4, 4, batch_first=True),
+    "attention": lambda: nn.MultiheadAttention(4, 2, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL_OUTPUTS)
+@pytest.mark.parametrize("converter", [False, "record"])
+@pytest.mark.parametrize("mixes", [True, False])
+def test_values_before_a_module_with_several_outputs(
+    name: str, converter: Any, mixes: bool
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.last = SEVERAL_OUTPUTS[name](), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            sums = x.sum((1, 2), keepdim=True)
+            x = x * (sums > (sums.median() if mixes else 4)).to(x)
+            inputs = (x, x, x) if name == "attention" else (x,)
+            return self.last(self.layer(*inputs)[0][:, 0])
+
+    torch.manual_seed(0)
+    model, lossfunc = extend(Model(), use_converter=converter), extend(nn.CrossEntropyLoss())
+    X, refused = torch.rand(N, 2, 4), pytest.raises(ValueError, match="private")
+    with refused if mixes else nullcontext():
+        step(model, lambda: lossfunc(model(X), LABELS))
 
 
 def test_functions_that_torch_does_not_show() -> None:

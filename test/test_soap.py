@@ -156,6 +156,47 @@ def test_sparse_gradients_are_an_error() -> None:
         SOAP([p]).step()
 
 
+@pytest.mark.parametrize("kind", ["sparse", "complex"])
+def test_a_refused_step_changes_nothing(kind: str) -> None:
+    """The parameters before the refused one took the step, and took it again in the next."""
+    first, last = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, 2))
+    if kind == "complex":
+        last = nn.Parameter(torch.ones(3, 2, dtype=torch.complex64))
+    first.grad, last.grad = torch.ones(3), torch.ones_like(last)
+    if kind == "sparse":
+        last.grad = last.grad.to_sparse()
+    optimiser = SOAP([first, last])
+    with pytest.raises(RuntimeError, match=kind):
+        optimiser.step()
+    assert_close(first.detach(), torch.ones(3))
+    assert not optimiser.state
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 2), (40, 50), (5,)])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_after_a_first_gradient_that_is_not_finite(shape: tuple[int, ...], value: float) -> None:
+    """The step after the error was a KeyError, with averages of that gradient."""
+    start, grads = gradients(shape, 1)[0], gradients(shape, 4)[1:]
+    p, expected = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    optimiser = SOAP([p])
+    with pytest.raises(torch.linalg.LinAlgError, match="not finite"):
+        take(p, optimiser, grads[:1] * value)
+    take(p, optimiser, grads)
+    take(expected, SOAP([expected]), grads)
+    assert_close(p, expected)
+
+
+def test_a_first_gradient_whose_square_is_not_finite() -> None:
+    """Its eigenvectors were NaN, or an error that left averages of it, by its size."""
+    for shape in ((2, 2), (3, 4), (40, 50)):
+        parameter = nn.Parameter(torch.ones(shape))
+        optimiser = SOAP([parameter])
+        parameter.grad = torch.full(shape, torch.finfo(parameter.dtype).max / 4)
+        with pytest.raises(torch.linalg.LinAlgError, match="or its square, is not finite"):
+            optimiser.step()
+        assert parameter.eq(1).all() and not optimiser.state[parameter]
+
+
 def test_complex_parameters_are_an_error() -> None:
     p = nn.Parameter(torch.ones(3, 2, dtype=torch.complex64))
     p.grad = torch.ones_like(p)

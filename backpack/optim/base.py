@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -123,8 +124,15 @@ class ExtensionOptimizer(Optimizer):
             param_group: ``{"params": ..., "lr": ..., ...}``; what is left out has its default.
 
         Raises:
-            ValueError: If an option is out of range.
+            ValueError: If an option is out of range, or one of the whole optimiser.
         """
+        options = signature(type(self).__init__).parameters
+        for name in param_group:
+            if name in options and name not in ("params", *self.defaults):
+                raise ValueError(
+                    f"{type(self).__name__}: {name} is an option of the whole optimiser, and a "
+                    "group of parameters has it: give it to the optimiser itself."
+                )
         check_options({**self.defaults, **param_group}, self.at_least, self.more_than)
         super().add_param_group(param_group)
 
@@ -190,7 +198,20 @@ class ExtensionOptimizer(Optimizer):
                         f"{type(self).__name__} needs dense gradients, that of "
                         f"{self._describe(p)} is sparse."
                     )
+                self._refuse_complex(p)
                 yield group, p, p.grad
+
+    def _refuse_complex(self, p: Tensor) -> None:
+        """Refuse a complex parameter: there are no extensions for it, and noise is another.
+
+        Raises:
+            RuntimeError: If it is one.
+        """
+        if p.is_complex():
+            raise RuntimeError(
+                f"{type(self).__name__} needs real parameters, {self._describe(p)} is complex. "
+                "Make it real, and use torch.view_as_complex in forward."
+            )
 
     def _quantity(self, p: Tensor) -> Any:
         """Return what the extension has saved for a parameter since the last step.

@@ -94,7 +94,7 @@ class DPOptimizer(ExtensionOptimizer):
     refused, whatever has mixed them (a threshold, a count, what was detached, a number, mixup), and
     so are buffers and other tensors that a batch changes (running statistics). Memory and time are
     those of these passes alone. Not seen is what ran outside of the context (do not normalise data
-    by statistics of the batch; losses are refused there, but those of torch and extended ones), a
+    by statistics of the batch; losses are refused there, those of torch and extended ones warn), a
     branch that is the same for all these batches, hooks of modules that change gradients, and what
     has no effect in these passes. If a loss reads several forward passes, row n of each has to be
     of the same sample. A sample whose gradient is not finite adds nothing.
@@ -208,6 +208,8 @@ class DPOptimizer(ExtensionOptimizer):
         self._sums: dict[Tensor, Tensor] = {}
         self._bound = 0.0  # the largest with which something in the sums was clipped
         self._is_empty = False  # whether the step is one without samples
+        # which parameters needed a gradient in the latest step with samples, and which took part
+        self._latest: tuple[list[bool], list[int]] = ([], [])
         self._below = 0.0  # samples below the bound, those above counted as -1/2, others as 1/2
         extension = ClippedGrad(
             max_grad_norm, self._members, loss_reduction=loss_reduction, stability=stability
@@ -230,6 +232,8 @@ class DPOptimizer(ExtensionOptimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
+        if not value > 0:
+            raise ValueError(f"max_grad_norm has to be larger than 0, got {value}.")
         self.extension.max_norm = value  # type: ignore[attr-defined]
 
     def _members(self, found: list[Parameter]) -> list[list[Parameter]]:
@@ -271,34 +275,35 @@ class DPOptimizer(ExtensionOptimizer):
         """Add the clipped gradients of the last backward pass to those of the next step.
 
         A batch may so be computed in parts, each with a backward pass in the context of
-        ``extensions``; ``step`` takes the last one by itself. Clipped sums simply add up.
+        ``extensions``; ``step`` takes the last one by itself. Clipped sums simply add up. If a
+        batch is given up after some parts, call ``step()`` for these: else they belong to the next
+        batch, in which a sample may be once more, and add more than R.
 
         Raises:
             RuntimeError: If a parameter has a gradient, but no clipped one that is new, or there
-                were several backward passes, of which one alone has left its sums.
+                were several backward passes, of which one alone has left its sums: then the parts
+                before are dropped.
             ValueError: If samples were mixed, or nobody can tell, or the loss has another reduction
-                than ``loss_reduction``.
+                than ``loss_reduction``. The parts before are dropped.
         """
         passes, self.extension.passes = self.extension.passes, 0  # type: ignore[attr-defined]
         found = {p: self._quantity(p) for _, p, _ in self._trained()}
-        samples = next((len(p.clip_norms) for p in found), 0)  # type: ignore[attr-defined]
-        why = self.extension.program.dependence([*found], samples)
-        for p, clipped in found.items():
-            self._refuse_mixed(p, clipped)
-        if why is not None:
-            raise ValueError(
-                f"{type(self).__name__}: the individual gradients may depend on other samples, "
-                f"because of {why}: the steps would not be private. Each term of the loss, and "
-                "each row in the model, has to depend on one sample, also where no gradient passes "
-                "(thresholds and counts of the batch, what was detached, item()). A constant with "
-                "as many rows as there are samples belongs into a buffer of the model."
-            )
-        if passes > 1:
-            raise RuntimeError(
-                f"{type(self).__name__}: {passes} backward passes since the last step, but the "
-                "clipped gradients of the last one alone are there. Call accumulate() after each "
-                "to add them up, or zero_grad() to drop those before."
-            )
+        try:
+            samples = next((len(p.clip_norms) for p in found), 0)  # type: ignore[attr-defined]
+            why = self.extension.program.dependence([*found], samples)
+            for p, clipped in found.items():
+                self._refuse_mixed(p, clipped)
+            self._refuse_dependent(why)
+            if passes > 1:
+                raise RuntimeError(
+                    f"{type(self).__name__}: {passes} backward passes since the last step, but the "
+                    "clipped gradients of the last one alone are there. Call accumulate() after "
+                    "each to add them up, or zero_grad() to drop those before."
+                )
+        except Exception:
+            # no step takes this batch: a sample may be in the next one again, and would count twice
+            self._sums, self._below, self._bound = {}, 0.0, 0.0
+            raise
         self._bound = max(self._bound, self.extension.latest_norm)  # type: ignore[attr-defined]
         is_mean = self.extension.loss_reduction == "mean"  # type: ignore[attr-defined]
         for p, clipped in found.items():
@@ -325,10 +330,13 @@ class DPOptimizer(ExtensionOptimizer):
                 self._use(p)
 
     def step_without_samples(self) -> None:
-        """Do the step of an empty batch, of noise alone, for all parameters that are trained.
+        """Do the step of an empty batch, of noise alone, for the parameters of the step before.
 
         Batches that take each sample with some probability may be empty, and ``backward()`` refuses
-        those. To leave out the step would tell that.
+        those. To leave out the step would tell that. So would noise for a parameter that gets none
+        in other steps: where there was no step before, or others were frozen, all that need a
+        gradient get it, so freeze those that take no part. ``state_dict`` tells nothing of the step
+        before: after a resume there was none.
         """
         self._is_empty = True
         try:
@@ -366,17 +374,25 @@ class DPOptimizer(ExtensionOptimizer):
 
     def _update(self, closure: Closure | None, loss: Any) -> None:
         members = [p for group in self.param_groups for p in group["params"]]
+        for p in members:
+            if p.requires_grad:  # complex noise has half of the variance in each part
+                self._refuse_complex(p)
         sums, below = self._take_sums(members)
         like = members[0]
         has = torch.tensor([p in sums for p in members], dtype=torch.int64, device=like.device)
         what = f"step of {type(self).__name__}"
         if self._group is not None:  # some may have had no sample, or not have used a layer
             (has,) = self._group.total(what, [has])
+        needs = [p.requires_grad for p in members]
         if not has.any() and self._is_empty:  # nobody has samples
-            has = has.new_tensor([p.requires_grad for p in members])
+            has = has.new_tensor(self._latest[1] if self._latest[0] == needs else needs)
+        elif has.any():
+            self._latest = (needs, has.tolist())
         trained = [p for p, is_trained in zip(members, has.tolist(), strict=True) if is_trained]
         if not trained:
             return
+        for p in set(members) - set(trained):
+            p.grad = None  # of an earlier pass, in a step without samples
         noisy = [sums.get(p, torch.zeros_like(p)) for p in trained]
         count = torch.full((1,), below, dtype=torch.float64, device=like.device)
         if self._group is None or self._group.is_first:  # noise is added once
@@ -404,6 +420,16 @@ class DPOptimizer(ExtensionOptimizer):
             noise_multiplier = self.adaptive.noise_of_gradients(noise_multiplier)
         noise = torch.empty_like(like).normal_(generator=self.generator)
         return noise.mul_(noise_multiplier * (self._bound or self.max_grad_norm))
+
+    def _refuse_dependent(self, why: str | None) -> None:
+        if why is not None:
+            raise ValueError(
+                f"{type(self).__name__}: the individual gradients may depend on other samples, "
+                f"because of {why}: the steps would not be private. Each term of the loss, and "
+                "each row in the model, has to depend on one sample, also where no gradient passes "
+                "(thresholds and counts of the batch, what was detached, item()). A constant with "
+                "as many rows as there are samples belongs into a buffer of the model."
+            )
 
     def _refuse_mixed(self, p: Tensor, clipped: Tensor) -> None:
         name = type(self).__name__

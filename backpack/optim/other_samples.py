@@ -26,6 +26,7 @@ from backpack.core.record.generators import OwnGenerators
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import WRAPPERS, BackpackOutput, is_foreign_function, origin
 from backpack.core.values import at_least_single
+from backpack.utils.warning import warn
 
 NUMBERS = (bool, int, float, complex)
 
@@ -36,6 +37,19 @@ CHOICES = ((0, True), (1, True), (1, False))
 OUTSIDE = (
     "functions that ran outside of the context (let them run inside), or that torch does not show "
     "(let the loss be a module, and extend it)"
+)
+
+NOT_LOOKED_AT = (
+    "Private training: the forward pass has run outside of the context of the optimiser's "
+    "extensions, where nobody sees whether samples depend on others without a gradient (thresholds "
+    "and statistics of the batch, what was detached, item()). Let the model and the loss run "
+    "inside of `with backpack(*optimiser.extensions):`."
+)
+
+OF_TWO = (
+    " (in a batch of two samples, a constant with an axis of two entries is taken for data, such "
+    "as weights of classes and means of features: let it be a buffer of an extended module, or "
+    "extend the loss)"
 )
 
 
@@ -62,6 +76,8 @@ class Program:
     def __init__(self) -> None:
         """Nothing has run."""
         self.passes = 1
+        # of the latest pass with more than two samples that nothing was found in
+        self.cleared: list[tuple[str, list[torch.Size]]] = []
         self.clear()
 
     def clear(self) -> None:
@@ -110,25 +126,62 @@ class Program:
             if not made:
                 is_told = mark is not None and mark.of_loss  # by its rule
                 is_known = is_told or (isinstance(root, Tensor) and is_usual(root.grad_fn))
+                if is_known:
+                    warn(NOT_LOOKED_AT)
                 return None if is_known else OUTSIDE
             last = max(last, *made)
         seen = [one for one in seen[: last + 1] if _has_values(one)]
-        why, is_known = None, False
-        with torch._C.DisableTorchFunction(), disable(), alone():
-            for place, takes_integers in CHOICES:
-                batch = _Batch(seen, roots, params, samples, (place, takes_integers))
-                try:
-                    why = batch.dependence()
-                    if why is None or place or not batch.is_ambiguous:
-                        return why
-                    is_known = True
-                except _UnseenError:
-                    return OUTSIDE
-                except Exception as error:
-                    if is_known:
-                        return why
-                    why = f"functions that cannot run again for other samples ({error})"
+        with torch._C.DisableTorchFunction():
+            shapes = [(repr(one.function), [x.shape for x in _tensors(one)]) for one in seen]
+        constants = self._constants(seen, shapes) if samples == 2 else set()
+        why = _dependence(seen, roots, params, samples, constants)
+        if why is None and samples > 2:
+            self.cleared = shapes
         return why
+
+    def _constants(
+        self, seen: Sequence[Seen], shapes: Sequence[tuple[str, list[torch.Size]]]
+    ) -> set[int] | None:
+        """Return which tensors had the same shape for another number of samples.
+
+        None if the same functions were not cleared for one. Data have an axis of samples, so that
+        their shape is another one: of two samples alone, nobody could tell class weights from data.
+        """
+        counts = [(function, len(of)) for function, of in shapes]
+        if counts != [(function, len(of)) for function, of in self.cleared]:
+            return None
+        same: set[int] = set()
+        other: set[int] = set()
+        for one, (_, here), (_, there) in zip(seen, shapes, self.cleared, strict=True):
+            for x, shape, known in zip(_tensors(one), here, there, strict=True):
+                (same if shape == known else other).add(id(x))
+        return same - other
+
+
+def _dependence(
+    seen: Sequence[Seen],
+    roots: Sequence[Tensor],
+    params: Sequence[Parameter],
+    samples: int,
+    constants: set[int] | None,
+) -> str | None:
+    """Say what depends on other samples in functions; see ``Program.dependence``."""
+    why, is_known = None, False
+    with torch._C.DisableTorchFunction(), disable(), alone():
+        for place, takes_integers in CHOICES:
+            batch = _Batch(seen, roots, params, samples, (place, takes_integers), constants)
+            try:
+                why = batch.dependence()
+                if why is None or place or not batch.is_ambiguous:
+                    return why
+                is_known = True
+            except _UnseenError:
+                return OUTSIDE
+            except Exception as error:
+                if is_known:
+                    return why
+                why = f"functions that cannot run again for other samples ({error})"
+    return why
 
 
 class _Batch:
@@ -141,9 +194,11 @@ class _Batch:
         params: Sequence[Parameter],
         samples: int,
         choice: tuple[int, bool],
+        constants: set[int] | None,
     ):
         self.seen, self.roots, self.params = seen, roots, params
         self.samples, self.choice, self.is_ambiguous = samples, choice, False
+        self.constants, self.is_doubtful = constants or set(), constants is None
         self.why: str | None = None
         self.before: tuple[list[Any], dict[tuple[str, int], Tensor]] | None = None
         results = [x for one in seen for x in tree_leaves(one.result) if isinstance(x, Tensor)]
@@ -153,15 +208,16 @@ class _Batch:
         """Say what depends on other samples; None if nothing does."""
         numbers = torch.arange(self.samples)
         here = self.gradients(numbers)
-        others = [torch.full_like(numbers, n) for n in (0, self.samples - 1)]
-        there = [self.gradients(other) for other in others]
-        for bit in range((self.samples - 1).bit_length()):
-            other, is_kept = others[bit % 2], (numbers >> bit) & 1 == 1
+        splits = _splits(self.samples)
+        # all of them first: where functions cannot run for one, the data are others
+        others = {int(other[0]): other for other, _ in splits}
+        there = {n: self.gradients(other) for n, other in others.items()}
+        for other, is_kept in splits:
             mixed = [self.gradients(numbers.where(kept, other)) for kept in (is_kept, ~is_kept)]
-            if self.why is None and not _add_up(here, there[bit % 2], *mixed):
+            if self.why is None and not _add_up(here, there[int(other[0])], *mixed):
                 self.why = f"functions that read {', '.join(map(str, self.shapes))}"
             if self.why is not None:
-                return self.why
+                return f"{self.why}{OF_TWO if self.is_doubtful else ''}"
         return None
 
     def gradients(self, order: Tensor) -> list[Tensor]:
@@ -280,6 +336,7 @@ class _Batch:
         place, takes_integers = self.choice
         axes = [i for i, size in enumerate(x.shape) if size == self.samples]
         is_data = not isinstance(x, Parameter) and (x.is_floating_point() or takes_integers)
+        is_data = is_data and id(x) not in self.constants
         known = noted(x)
         if not axes or not is_data or (known is not None and known.is_assigned):
             return False
@@ -297,9 +354,31 @@ class _Batch:
         return True
 
 
+def _splits(samples: int) -> list[tuple[Tensor, Tensor]]:
+    """Return whose data the other batch has, and which samples keep theirs: ``[N], [N]``.
+
+    The other batch is one sample N times, of which counts and thresholds differ most. It tells
+    nothing of the sample itself: every two samples are apart in a split whose other batch is a
+    third one. Two samples have no third one, and change places.
+    """
+    numbers = torch.arange(samples)
+    if samples == 2:
+        return [(numbers.flip(0), numbers == 0)]
+    first, last, middle = (torch.full_like(numbers, n) for n in (0, samples - 1, 1))
+    bits = range((samples - 1).bit_length())
+    found = [((first, last)[k % 2], (numbers >> k) & 1 == 1) for k in bits]
+    ends = [(last, numbers == first), (first, numbers == last), (middle, numbers == first)]
+    return found + ends
+
+
 def _are_same(x: Tensor, y: Tensor) -> bool:
     """Whether all entries are the same, of which some may be NaN."""
     return x.shape == y.shape and bool(((x == y) | (x.isnan() & y.isnan())).all())
+
+
+def _tensors(seen: Seen) -> list[Tensor]:
+    leaves = tree_leaves((seen.args, seen.kwargs, seen.result))
+    return [x for x in leaves if isinstance(x, Tensor)]
 
 
 def _is_unseen(x: Tensor) -> bool:
@@ -310,8 +389,7 @@ def _is_unseen(x: Tensor) -> bool:
 
 def _has_values(seen: Seen) -> bool:
     """Whether a function has computed anything, not only shapes for a compiler."""
-    tensors = tree_leaves((seen.args, seen.kwargs, seen.result))
-    own = {type(x).__torch_dispatch__ for x in tensors if isinstance(x, Tensor)}
+    own = {type(x).__torch_dispatch__ for x in _tensors(seen)}
     return own <= {Tensor.__torch_dispatch__}
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from backpack.context import without_autocast
 from backpack.core.engine.checks import check_one_process
 from backpack.core.engine.results import averaged, is_added_to_used, note_step
+from backpack.core.values import at_least_single
 from backpack.distributed.shards import whole
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.optim.base import Closure, ExtensionOptimizer, Group, check_betas
@@ -57,7 +58,7 @@ class Trained(NamedTuple):
 
 def _product(one: Tensor, other: Tensor) -> float:
     """Return the inner product of two tensors, which may be sharded alike."""
-    return float(whole((one * other).sum()))
+    return float(whole((at_least_single(one) * at_least_single(other)).sum()))
 
 
 class PreconditionedOptimizer(ExtensionOptimizer):
@@ -247,7 +248,7 @@ class PreconditionedOptimizer(ExtensionOptimizer):
     def _objective(self, loss: Any) -> float:
         """Add η/2 ‖θ‖², of every group with a weight decay η, to a loss."""
         penalties = (
-            group["weight_decay"] / 2 * float(p.square().sum())
+            group["weight_decay"] / 2 * float(at_least_single(p).square().sum())
             for group in self.param_groups
             if group["weight_decay"]
             for p in group["params"]

@@ -23,7 +23,8 @@ def _log_binomials(order: int) -> Tensor:
     for k in range(order):
         number = number * (order - k) // (k + 1)  # (α over k + 1), without rounding
         logs.append(log(number))
-    return torch.tensor(logs, dtype=torch.float64)
+    # whatever the default device is: it may be another one later, or have no double precision
+    return torch.tensor(logs, dtype=torch.float64, device="cpu")
 
 
 def renyi_divergence(order: int, noise_multiplier: float, sampling_rate: float = 1.0) -> float:
@@ -58,7 +59,7 @@ def renyi_divergence(order: int, noise_multiplier: float, sampling_rate: float =
         return inf
     if sampling_rate == 1:
         return order / (2 * variance)
-    k = torch.arange(order + 1, dtype=torch.float64)
+    k = torch.arange(order + 1, dtype=torch.float64, device="cpu")
     logs = (
         _log_binomials(int(order))
         + (order - k) * log1p(-sampling_rate)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from backpack.context import without_autocast
+from backpack.core.values import at_least_single
 from backpack.distributed.shards import own_part, whole
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.optim.base import Closure, Group, check_betas, check_options, refuse_model
@@ -109,17 +110,22 @@ class SOAP(Optimizer):
             The value of the closure, None without one.
 
         Raises:
-            RuntimeError: If a gradient is sparse or complex.
+            RuntimeError: If a gradient is sparse or complex: then no parameter was updated.
+            torch.linalg.LinAlgError: If the first gradient of a parameter, or its square, is not
+                finite: then it still is to come, those of the parameters before it were used.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        trained = [(g, p, p.grad) for g in self.param_groups for p in g["params"]]
+        for _, p, grad in trained:
+            if grad is not None:
+                self._check(p, grad)
         with torch.no_grad(), without_autocast():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        self._update(group, p, p.grad)
+            for group, p, grad in trained:
+                if grad is not None:
+                    self._update(group, p, grad)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -136,7 +142,7 @@ class SOAP(Optimizer):
                 to = partial(Tensor.to, device=p.device, dtype=_precision(p))
                 self.state[p] = tree_map_only(Tensor, to, state_dict["state"][number])
 
-    def _update(self, group: Group, p: Tensor, grad: Tensor) -> None:
+    def _check(self, p: Tensor, grad: Tensor) -> None:
         if grad.is_sparse:
             raise RuntimeError(f"SOAP needs dense gradients, that of {list(p.shape)} is sparse.")
         if grad.is_complex():
@@ -144,6 +150,8 @@ class SOAP(Optimizer):
                 f"SOAP needs real parameters, that of {list(p.shape)} is complex. Make it real, "
                 "and use torch.view_as_complex in forward."
             )
+
+    def _update(self, group: Group, p: Tensor, grad: Tensor) -> None:
         grad = grad.to(_precision(grad))
         state, (beta1, beta2) = self.state[p], group["betas"]
         if not state:
@@ -167,6 +175,12 @@ class SOAP(Optimizer):
             unfolded = complete.movedim(k, 0).reshape(len(factor), -1)
             factor.lerp_(unfolded @ unfolded.T, 1 - beta2)
         if count == 1:
+            if not all(bool(x.isfinite().all()) for x in (whole(grad), *factors)):
+                state.clear()  # the next gradient is the first
+                raise torch.linalg.LinAlgError(
+                    f"SOAP: the first gradient of {list(p.shape)}, or its square, is not finite. "
+                    "Look for it in the loss, or skip this step."
+                )
             # the largest first, as orthogonal iteration orders them
             state["bases"] = [eigh_semidefinite(factor)[1].flip(-1) for factor in factors]
             if axes:  # along the eigenvectors of one gradient, the others are rounding
@@ -200,7 +214,7 @@ def _turned(tensor: Tensor, axes: Sequence[int], bases: Sequence[Tensor]) -> Ten
 
 def _orthogonal(matrix: Tensor) -> Tensor:
     """Return orthogonal columns that span what the first columns of a matrix do."""
-    wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))  # none in less
+    wide = at_least_single(matrix)  # none in less
     basis, triangle = torch.linalg.qr(wide)
     signs = torch.where(triangle.diagonal() < 0, -1, 1)  # a basis that stays does not flip
     return (basis * signs).to(matrix.dtype)
