@@ -69,7 +69,8 @@ def check_extension(
         AssertionError: If something differs: names the extension, the network, the parameter, the
             shapes and the deviation.
         TypeError: If the extension is no instance.
-        ValueError: If the extension has a ``subsampling`` already, or a network one sample alone.
+        ValueError: If the extension has a ``subsampling`` already, a network one sample alone, or
+            there is no network.
     """
     if not isinstance(extension, BackpropExtension):
         raise TypeError(f"check_extension takes an instance of an extension, got {extension!r}.")
@@ -81,6 +82,7 @@ def check_extension(
         )
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
+        network = None
         for network in _networks() if networks is None else networks:
             if len(network.X) < 2:
                 raise ValueError(f"check_extension needs several samples: {network.title} has one.")
@@ -88,6 +90,11 @@ def check_extension(
             X = network.X.double() if network.X.is_floating_point() else network.X
             y = network.y.double() if network.y.is_floating_point() else network.y
             _check(extension, expected, Network(network.title, model.double(), loss.double(), X, y))
+    if network is None:
+        raise ValueError(
+            "check_extension was given no network, and has tried nothing. Networks of a generator "
+            "are used up after one call: give a list."
+        )
 
 
 def _networks() -> Iterator[Network]:
@@ -261,9 +268,10 @@ def _compare(what: str, found: dict[str, Any], truth: dict[str, Any], advice: st
                 f"{advice}".rstrip()
             )
         for one, other in zip(ours, theirs, strict=True):
-            other = other.to(one)
+            wide = torch.promote_types(one.dtype, other.dtype)  # rounds neither of them
+            one, other = one.to(wide), other.to(one.device, wide)
             if not torch.allclose(one, other, RTOL, ATOL, equal_nan=True):
-                gap, size = (one - other).abs().max().item(), other.abs().max().item()
+                gap, size = (one - 1.0 * other).abs().max().item(), other.abs().max().item()
                 raise AssertionError(
                     f"{what} of parameter {key!r} has shape {list(one.shape)}, but entries of up "
                     f"to {size:.3g} deviate by up to {gap:.3g}. {advice}".rstrip()

@@ -38,6 +38,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from backpack.core.engine.results import averaged, has_other_gradient, is_result
+from backpack.core.values import at_least_single
 from backpack.distributed.data_group import DataGroup, ProcessGroupChoice, telling
 from backpack.distributed.shards import is_sharded, whole
 from backpack.utils.warning import warn
@@ -127,8 +128,9 @@ class Monitor:
     all, and the first process writes them. All have to make a monitor, and do every step.
 
     Args:
-        model: Its parameters with ``requires_grad`` are looked at. A part of a model will do.
-        metrics: What to compute, for each parameter and for all of them together:
+        model: The parameters that it has in a step, with ``requires_grad``, are looked at. A part
+            of a model will do.
+        metrics: What to compute, one or several, for each parameter and for all of them together:
 
             - ``"grad.norm"``, ``"variance.mean"``, ``"batch_l2.q95"``: an attribute of the
               parameters, then one of :data:`REDUCTIONS`, or ``q`` and a percentage. For all
@@ -158,7 +160,7 @@ class Monitor:
     def __init__(
         self,
         model: Module,
-        metrics: Iterable[str | Metric],
+        metrics: str | Metric | Iterable[str | Metric],
         writer: Writer | None,
         every: int = 1,
         process_group: ProcessGroupChoice = "module",
@@ -167,13 +169,14 @@ class Monitor:
         self._group = DataGroup.of(process_group, model, "A Monitor")
         if isinstance(model, DistributedDataParallel):
             model = model.module  # tags are those of one process
-        named = model.named_parameters()
-        self._parameters = {n: p for n, p in named if p.requires_grad and p.numel()}
+        self._model, self._parameters = model, _trainable(model)
         if not self._parameters:
             raise ValueError(f"{type(model).__name__} has no parameter with requires_grad=True.")
         if every < 1:
             raise ValueError(f"every is 1 (write in each step) or more, but not {every}.")
         self._metrics: dict[str, Metric | Reduced] = {}
+        if isinstance(metrics, str) or not isinstance(metrics, Iterable):
+            metrics = [metrics]
         for metric in metrics:
             tag = metric if isinstance(metric, str) else getattr(metric, "__name__", repr(metric))
             if tag in self._metrics:
@@ -231,7 +234,9 @@ class Monitor:
 
     def _found(self, scalars: dict[str, float | Tensor], step: int) -> dict[str, Tensor]:
         """Compute all values of a step, by tag."""
-        params, group = self._parameters, self._group
+        # layers may have been frozen, or replaced; all of them, as in turns: those of before
+        params, group = _trainable(self._model) or self._parameters, self._group
+        self._parameters = params
         twice = scalars.keys() & {t for tag in self._metrics for t in self._tags(tag)}
         if twice:
             raise ValueError(
@@ -312,13 +317,26 @@ class Monitor:
         self.close()
 
 
+def _trainable(model: Module) -> dict[str, Parameter]:
+    """Return parameters by name: those that require a gradient, and have entries."""
+    return {n: p for n, p in model.named_parameters() if p.requires_grad and p.numel()}
+
+
 def _percentile(values: Tensor, percent: float) -> Tensor:
-    """Interpolate between ordered values ``[K]``; unlike ``torch.quantile``, for any ``K``."""
-    ordered = values.sort().values
-    position = percent / 100 * (len(values) - 1)
-    low = int(position)
-    high = min(low + 1, len(values) - 1)
-    return torch.lerp(ordered[low], ordered[high], position - low)
+    """Interpolate between ordered values ``[K]``, as ``torch.quantile`` for any ``K``.
+
+    NaN if one of them is NaN, or there are none; infinite ones are the largest or smallest.
+    """
+    ordered = at_least_single(values.flatten()).sort().values  # NaN is the last one
+    if not len(ordered):
+        return ordered.new_full((), math.nan)
+    position = percent * (len(ordered) - 1) / 100
+    low, high = ordered[math.floor(position)], ordered[math.ceil(position)]
+    weight = position % 1
+    between = torch.lerp(low, high, weight)
+    beyond = low * (1 - weight) + high * weight if weight else low  # lerp has no infinite ones
+    found = torch.where((high - low).isfinite(), between, beyond)
+    return torch.where(ordered[-1].isnan(), ordered[-1], found)
 
 
 class Reduced(NamedTuple):
@@ -370,7 +388,7 @@ def _vectors(params: Sequence[Parameter], attribute: str, is_alone: bool = False
         is_alone: Do not ask other processes for their samples and shards.
     """
     own = [_entries(_own(p, attribute), is_alone).to_dense().flatten() for p in params]
-    vectors = [each.to(torch.promote_types(each.dtype, torch.float32)) for each in own]
+    vectors = [at_least_single(each) for each in own]
     found = [averaged(p, attribute) for p in params]
     for of in dict.fromkeys(found):
         if of is not None and of.is_of_samples and not is_alone:
@@ -454,7 +472,7 @@ def _explain(lack: str, attribute: str) -> str:
     )
 
 
-def gradient_snr(params: Sequence[Parameter]) -> Tensor:
+def gradient_snr(params: Iterable[Parameter]) -> Tensor:
     r"""Signal-to-noise ratio of the gradient of a sample.
 
     With individual gradients :math:`g_n` it is
@@ -467,7 +485,7 @@ def gradient_snr(params: Sequence[Parameter]) -> Tensor:
     that are weighted so that their gradient is the average. All have to call this.
 
     Args:
-        params: Parameters with ``grad`` and ``batch_l2``.
+        params: Parameters with ``grad`` and ``batch_l2``, such as ``model.parameters()``.
 
     Returns:
         The ratio. ``[]``
@@ -479,6 +497,7 @@ def gradient_snr(params: Sequence[Parameter]) -> Tensor:
             an error or does not come.
         NotImplementedError: If some gradients are averaged over several processes, others are not.
     """
+    params = list(params)
     if any(getattr(p.batch_l2, "_backpack_subsampled", False) for p in params):  # type: ignore[attr-defined]
         raise ValueError(
             "gradient_snr needs batch_l2 of all samples that grad is the sum of, but it was "
@@ -514,7 +533,8 @@ def gradient_snr(params: Sequence[Parameter]) -> Tensor:
 def plot_histograms(model: Module, attribute: str, bins: int = 50, log: bool = False) -> Figure:
     """Draw the distribution of an attribute's entries, a panel for each parameter.
 
-    On several processes whose gradients are averaged, of the entries of all: all have to call this.
+    Entries that are not finite are left out, and the title tells how many they are. On several
+    processes whose gradients are averaged, of the entries of all: all have to call this.
 
     Args:
         model: Parameters without the attribute are left out.
@@ -551,11 +571,15 @@ def plot_histograms(model: Module, attribute: str, bins: int = 50, log: bool = F
     )
     for axes, (name, p) in zip(grid.flat, named, strict=False):
         values = _vectors([p], attribute)[0].double().cpu()
-        title = name
+        title, is_finite = name, values.isfinite()
+        strange = len(values) - int(is_finite.sum())
+        title += f" ({strange} not finite)" * (strange > 0)
         if log:
             zeros = (values == 0).double().mean().item()
-            values = values[values != 0].abs().log10()
+            is_finite &= values != 0
             title += f" ({zeros:.0%} zero)" * (zeros > 0)
+        values = values[is_finite]
+        values = values.abs().log10() if log else values
         axes.hist(values.numpy(), bins=min(bins, math.isqrt(len(values)) + 1), color="#0072B2")
         axes.set_title(title, loc="left", fontsize="medium")
         axes.set_yticks([])

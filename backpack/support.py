@@ -15,7 +15,8 @@ from pathlib import Path
 from textwrap import fill, wrap
 from typing import Any
 
-from torch.nn import Module
+import torch
+from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from backpack import _parts, extensions
 from backpack.convert.recording import OPEN, is_open
@@ -41,7 +42,7 @@ from backpack.core.engine.propagations import (
     SampledFactor,
     identity,
 )
-from backpack.core.record.registry import FALLBACKS, derivatives_of, is_leaf, own_parameters
+from backpack.core.record.registry import FALLBACKS, LISTS, derivatives_of, is_leaf, own_parameters
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.hbp import (
     HBP,
@@ -126,7 +127,7 @@ def support_matrix(mixing: bool = False) -> Matrix:
 
     Returns:
         ``matrix[module class][extension class]``; modules of one family are neighbours, those with
-        parameters come first and losses last.
+        parameters come first, what has no rule behind them, and losses last.
     """
     exts, rows = all_extensions(), _rows()
     return {
@@ -135,17 +136,29 @@ def support_matrix(mixing: bool = False) -> Matrix:
     }
 
 
-def _family(module_class: type[Module]) -> tuple[bool, bool, str, bool, bool]:
+def _family(module_class: type[Module]) -> tuple[bool, bool, bool, str, bool, bool]:
     """Sort and group by kind and by the file of the derivatives; losses by what they have."""
     derivatives = _rows()[module_class]
     if derivatives is None:
-        return False, False, "", False, False
+        return False, False, True, "", False, False
     is_loss = isinstance(derivatives, BaseLossDerivatives)
     by_file = not is_loss or isinstance(derivatives, CTCLossDerivatives)  # not like other losses
     file = type(derivatives).__module__ if by_file else ""
     parameters = not is_loss and _has_parameters(derivatives)
     automatic, likelihood = _is_automatic(derivatives), _is_likelihood(derivatives)
-    return is_loss, not parameters, file, automatic, not likelihood
+    has_no_rule = parameters and isinstance(
+        derivatives, UnknownModuleDerivatives | RefusedDerivatives
+    )
+    return is_loss, not parameters, has_no_rule, file, automatic, not likelihood
+
+
+def _is_passive(module: Module) -> bool:
+    """Whether a container is one of torch's that are not called, or has nothing to call."""
+    if "forward" in vars(module):
+        return False
+    if type(module).forward is Sequential.forward:
+        return not module._modules
+    return isinstance(module, ModuleList | ModuleDict) and type(module).forward is Module.forward
 
 
 def _has_parameters(derivatives: BaseDerivatives) -> bool:
@@ -308,8 +321,17 @@ def report_of(model: Module) -> str:
     remarks = []
     for name, module in _parts(model, "", set()):
         derivatives = _of_instance(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            remarks.append(
+                f"{name or 'The model'} ({type(module).__name__}) was made by torch.jit and cannot "
+                "be extended: extend the module that it was made from."
+            )
+            continue
+        if isinstance(module, LISTS):  # what they hold is that of the module around them
+            continue
         own = [key for key, p in own_parameters(module).items() if p is not None]
-        if derivatives is not None or is_open(module):
+        is_called = derivatives is not None or is_open(module)
+        if is_called and not (_is_passive(module) and not own):
             mixing = derivatives is not None and derivatives.couples_samples(module)
             cells = tuple(_cell(derivatives, ext, mixing) for ext in exts)
             rows.setdefault((type(module).__name__, cells), []).append(name or "the model")

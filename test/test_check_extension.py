@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import oracle
@@ -220,6 +220,9 @@ def test_what_cannot_be_checked() -> None:
     alone = Network("one", nn.Linear(3, 2), nn.MSELoss(), torch.rand(1, 3), torch.rand(1, 2))
     with pytest.raises(ValueError, match="one has one"):
         check_extension(Length(), networks=[alone])
+    used_up: Iterator[Network] = iter(())
+    with pytest.raises(ValueError, match="given no network, and has tried nothing"):
+        check_extension(Length(), length, used_up)
     with pytest.raises(AssertionError, match=r"expected returned 0 values for 4 parameters.*0\.w"):
         check_extension(Length(), lambda *_: [])
 
@@ -284,6 +287,30 @@ def test_numbers_in_dictionaries() -> None:
     check_extension(SavesNumbers(), lengths(1.0))
     with pytest.raises(AssertionError, match="deviate"):
         check_extension(SavesNumbers(), lengths(1.1))
+
+
+class Counts(Length):
+    """Saves how many entries are positive, as integers."""
+
+    def extract(self, products: Any) -> Any:
+        return (products["individual"][0] > 0).sum()
+
+
+def test_truth_keeps_what_the_result_cannot_hold() -> None:
+    """Halves are not rounded to the integers of the result, nor imaginary parts dropped."""
+
+    def counts(more: complex) -> Any:
+        def truth(*args: Any) -> list[Any]:
+            each = oracle.batch_grad(*args)
+            return [(own[0] > 0).sum() + more for own in each]
+
+        return truth
+
+    network = Network("mine", nn.Linear(3, 2), nn.MSELoss(), torch.rand(4, 3), torch.rand(4, 2))
+    check_extension(Counts(), counts(0), network)
+    for more in (0.5, 0.5j):
+        with pytest.raises(AssertionError, match=r"deviate by up to 0\.5"):
+            check_extension(Counts(), counts(more), network)
 
 
 def test_objects_are_not_compared_in_silence() -> None:

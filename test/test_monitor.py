@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack import backpack, extend
+from backpack import backpack, extend, monitor
 from backpack.extensions import GGNMP, KFAC, BatchGrad, BatchL2Grad, Variance
 from backpack.monitor import CSVWriter, Monitor, gradient_snr, plot_histograms
 
@@ -317,3 +318,81 @@ def test_quantities_of_an_earlier_step_are_told() -> None:
         for _ in range(3):
             step(*[Variance()] if not monitor.due else [])
     assert {w.filename for w in caught} == {__file__}
+
+
+def test_values_that_are_not_finite(tmp_path: Path) -> None:
+    """Percentiles of infinite and missing values are where they belong in the order."""
+    inf, nan = math.inf, math.nan
+    layer = nn.Linear(2, 2)
+    layer.weight.grad = torch.tensor([[inf, 2.0], [1.0, inf]])
+    layer.bias.grad = torch.tensor([0.0, nan])
+    metrics = ["grad.q0", "grad.q50", "grad.q75", "grad.q100", "grad"]
+    with Monitor(layer, metrics, CSVWriter(tmp_path / "log.csv")) as monitor:
+        found = monitor.step()
+    expected = {"q0": 1.0, "q50": inf, "q75": inf, "q100": inf}
+    assert {name: found[f"grad.{name}/weight"].item() for name in expected} == expected
+    assert all(math.isnan(found[f"grad.{name}{of}"]) for name in expected for of in ("/bias", ""))
+    values = read(tmp_path / "log.csv")
+    percentiles = [values[0, f"grad/weight/q{q}"] for q in (0, 25, 50, 75, 100)]
+    assert percentiles == [1, 1.75, inf, inf, inf]
+    figure = plot_histograms(layer, "grad")
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert titles == ["weight (2 not finite)", "bias (1 not finite)"]
+    assert [sum(bar.get_height() for bar in axes.patches) for axes in figure.axes] == [2, 1]
+    plt.close(figure)
+
+
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        (torch.tensor([3, 1, 2]), [1, 1.5, 2, 2.5, 3]),
+        (torch.tensor([True, False]), [0, 0.25, 0.5, 0.75, 1]),
+        (torch.tensor([[4.0, 1.0], [2.0, 3.0]]), [1, 1.75, 2.5, 3.25, 4]),
+        (torch.zeros(0), [math.nan] * 5),
+    ],
+    ids=["counts", "flags", "matrix", "nothing"],
+)
+def test_histograms_of_any_values(values: Tensor, expected: list[float], tmp_path: Path) -> None:
+    """What a function returns may be counts, a matrix, or empty."""
+    CSVWriter(tmp_path / "log.csv").add_histogram("it", values, 0)
+    found = read(tmp_path / "log.csv")
+    assert [found[0, f"it/q{q}"] for q in (0, 25, 50, 75, 100)] == pytest.approx(
+        expected, nan_ok=True
+    )
+
+
+def test_parameters_are_those_of_the_step(model: Any, tmp_path: Path) -> None:
+    """Layers may be frozen, set free or replaced while a monitor is open."""
+    model[0].requires_grad_(False)
+    with Monitor(model, "grad.norm", CSVWriter(tmp_path / "log.csv")) as monitor:
+        backward(model)
+        assert {*monitor.step()} == {"grad.norm/2.weight", "grad.norm/2.bias", "grad.norm"}
+        model[0].requires_grad_(True)
+        model[2].bias.requires_grad_(False)
+        model[2].weight = nn.Parameter(torch.randn(2, 4, dtype=torch.float64))
+        backward(model)
+        found = monitor.step()
+        trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+        norms = {f"grad.norm/{n}": gradient.norm() for n, gradient in trained.items()}
+        norms["grad.norm"] = torch.stack([*norms.values()]).norm()
+        torch.testing.assert_close(found, norms)
+        model.requires_grad_(False)  # as in turns with another network
+        assert {*monitor.step(loss=1.0)} == {*norms, "loss"}
+
+
+def test_one_metric_and_a_generator(model: Any, tmp_path: Path) -> None:
+    """A name or a function in place of a list, and ``model.parameters()`` as it is."""
+    backward(model, BatchL2Grad())
+    for metric, tag in (("grad.norm", "grad.norm"), (gradient_snr, "gradient_snr")):
+        with Monitor(model, metric, CSVWriter(tmp_path / "log.csv")) as monitor:
+            found = monitor.step()
+        assert len(found) == 5 and tag in found
+    assert gradient_snr(model.parameters()) == found["gradient_snr"]
+
+
+def test_percentiles_are_between_the_entries() -> None:
+    """And do not fall: of equal ones, they are all the same."""
+    equal = torch.full((37,), 0.1)
+    assert {monitor._percentile(equal, q).item() for q in range(101)} == {equal[0].item()}
+    some = torch.cat([torch.arange(8.0), torch.full((18,), torch.inf)])
+    assert monitor._percentile(some, 28) == 7  # the position is a whole number

@@ -14,7 +14,7 @@ import pytest
 import torch
 from apart import run
 from cases import CASES, Case, select
-from torch import nn
+from torch import Tensor, nn
 
 from backpack import backpack, extend, extensions, support
 from backpack.__main__ import main
@@ -263,7 +263,7 @@ def test_command_prints_every_registered_class() -> None:
 
 @pytest.mark.skipif(
     not hasattr(nn, "LinearCrossEntropyLoss"),
-    reason="the README was written with torch 2.15, which has more modules",
+    reason="the README was written with a newer version of torch, which has more modules",
 )
 def test_readme_is_up_to_date(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -296,3 +296,44 @@ def test_command_refuses_a_file_without_the_marks(
         support.main()
     assert "needs a line" in capsys.readouterr().err
     assert file.read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize(
+    "part", [nn.Sequential(), nn.ModuleList(), nn.ParameterList([torch.ones(3)])], ids=type
+)
+def test_report_leaves_out_what_is_not_called(part: nn.Module) -> None:
+    """A residual connection without layers is ``nn.Sequential()``; lists hold what others call."""
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.part = nn.Linear(3, 3), part
+
+    report = report_of(Holder())
+    assert f"{type(part).__name__} x" not in report and "Linear x1" in report
+    assert "would be faster" not in report
+    assert ("functions (part.0)" in report) == bool(list(part.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_report_of_a_scripted_module() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 2)))
+    report = " ".join(report_of(model).split())
+    assert "1 (RecursiveScriptModule) was made by torch.jit and cannot be extended" in report
+    assert "RecursiveScriptModule x" not in report and "Linear x1" in report
+
+
+class OwnSequence(nn.Sequential):
+    """A container of torch with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [N, 3]."""
+        return x
+
+
+def test_report_of_containers_with_a_forward_of_their_own() -> None:
+    text = report_of(
+        nn.Sequential(OwnSequence(), nn.Sequential(), nn.ModuleList([nn.Linear(2, 2)]))
+    )
+    assert "OwnSequence x1" in text and "Linear x1" in text
+    assert "\nSequential x1" not in text and "ModuleList" not in text
