@@ -134,7 +134,7 @@ class Figure:
         return self.bytes / self.plain_bytes
 
 
-def measure(shape: Shape, quantity: str, rounds: int, clock: str) -> Figure:
+def measure(shape: Shape, quantity: str, rounds: int, clock: str, device: str = "cpu") -> Figure:
     """Measure a quantity in this process.
 
     Args:
@@ -142,15 +142,16 @@ def measure(shape: Shape, quantity: str, rounds: int, clock: str) -> Figure:
         quantity: Name of the quantity.
         rounds: Number of rounds.
         clock: ``"wall"`` or ``"cpu"``.
+        device: ``"cpu"`` or ``"cuda"``.
     """
-    now, memory = CLOCKS[clock], Memory("cpu")
-    extended = shape.model()
+    now, memory, is_cuda = CLOCKS[clock], Memory(device), device == "cuda"
+    extended = shape.model().to(device)
     parameters = list(extended.parameters())
     plain = copy.deepcopy(extended, {id(p): p for p in parameters})  # has the same parameters
     extended = extend(extended, use_converter="record")
     lossfunc = nn.CrossEntropyLoss()
     extended_lossfunc = extend(nn.CrossEntropyLoss())
-    x, y = shape.batch()
+    x, y = (tokens.to(device) for tokens in shape.batch())
 
     def plain_step() -> None:
         lossfunc(plain(x).logits.flatten(0, 1), y.flatten()).backward()
@@ -160,8 +161,12 @@ def measure(shape: Shape, quantity: str, rounds: int, clock: str) -> Figure:
             extended_lossfunc(extended(x).logits.flatten(0, 1), y.flatten()).backward()
 
     def timed(of: Callable[[], None]) -> float:
+        if is_cuda:
+            torch.cuda.synchronize()
         start = now()
         of()
+        if is_cuda:
+            torch.cuda.synchronize()
         return now() - start
 
     def measured(of: Callable[[], None]) -> tuple[float, int]:
@@ -189,17 +194,21 @@ def _in_process(connection: Connection, args: argparse.Namespace, quantity: str)
     """Measure, and send the figure; a limit of memory is one of this process."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(args.threads)
-    most = int(args.memory_share * total_memory("cpu"))
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    most = int(args.memory_share * total_memory(args.device))
+    if args.device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(args.memory_share)
+    else:
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     try:
-        found = measure(args.shape, quantity, args.rounds, args.clock)
+        found = measure(args.shape, quantity, args.rounds, args.clock, args.device)
     except (MemoryError, RuntimeError, NotImplementedError) as error:
         found = Figure(quantity, reason=_why(error, most))
     connection.send(found)
 
 
 def _why(error: Exception, most: int) -> str:
-    if "allocate memory" in str(error) or isinstance(error, MemoryError):
+    is_full = any(text in str(error) for text in ("allocate memory", "out of memory"))
+    if is_full or isinstance(error, MemoryError):
         return f"takes more than {most / 2**30:.0f} GiB"
     return first_line(error)
 
@@ -279,7 +288,8 @@ parameters, in the same process and in turn; goals are about memory that has the
 
 def write(figures: Sequence[Figure], args: argparse.Namespace) -> None:
     """Write the figures, and a report next to them."""
-    facts = circumstances(threads=args.threads, rounds=args.rounds, clock=args.clock)
+    own = {"device": torch.cuda.get_device_name()} if args.device == "cuda" else {}
+    facts = circumstances(**own, threads=args.threads, rounds=args.rounds, clock=args.clock)
     if args.merge:
         before = json.loads(args.out.read_text())["environment"]
         facts["earlier figures"] = f"{before['date']} (commit {before['commit']})"
@@ -301,12 +311,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         add(f"--{name}", type=int, default=value, metavar="NUMBER")
     add("--quantities", nargs="+", choices=[*QUANTITIES], default=[*QUANTITIES], metavar="NAME")
     add("--rounds", type=int, default=3)
+    add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--threads", type=int, default=1)
     add("--clock", default="wall", choices=[*CLOCKS], help="cpu: time of the process")
-    add("--memory-share", type=float, default=MEMORY_SHARE, help="of this machine, for a step")
+    add("--memory-share", type=float, default=MEMORY_SHARE, help="of the device, for a step")
     add("--merge", action="store_true", help="keep figures of the file that are not measured again")
-    add("--out", type=Path, default=RESULTS / "large_models.json", help="the JSON file")
+    add("--out", type=Path, help="the JSON file")
     args = parser.parse_args(arguments)
+    where = "" if args.device == "cpu" else f"-{args.device}"
+    args.out = args.out or RESULTS / f"large_models{where}.json"
     args.shape = Shape(**{name: vars(args)[name] for name in asdict(Shape())})
     return args
 

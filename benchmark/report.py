@@ -55,10 +55,16 @@ def environment(data: Data) -> str:
         "clock": e["clock"],
     }
     text = ", ".join(f"{name} {value}" for name, value in rows.items() if value is not None) + "."
-    runs = [f"{run['date']} (commit {run['commit']})" for run in e.get("earlier", ())]
-    others = dict.fromkeys(run for run in runs if run != f"{e['date']} (commit {e['commit']})")
+    own = f"{e['date']} (commit {e['commit']})"
+    others = {}
+    for run in e.get("earlier", ()):
+        what = f"{run['date']} (commit {run['commit']})"
+        if (run["cpu"], run["gpu"]) != (e["cpu"], e["gpu"]):
+            others[f"{what}, on another machine ({run['gpu'] or run['cpu']})"] = None
+        elif what != own:
+            others[what] = None
     if others:
-        text += f" What was not measured again then is of {', '.join(others)}."
+        text += f" What was not measured again then is of {'; '.join(others)}."
     return text
 
 

@@ -236,10 +236,14 @@ def test_report_and_pictures_of_made_up_figures(tmp_path: Path) -> None:
 def test_the_report_names_earlier_runs() -> None:
     data = made_up(0.2)
     data["environment"] |= {"date": "2026-02-02", "commit": "bbb"}
-    runs = [{"date": "2026-01-01", "commit": "aaa"}, {"date": "2026-02-02", "commit": "bbb"}]
-    text = environment(Data(data | {"environment": data["environment"] | {"earlier": runs}}))
+    now = data["environment"]
+    runs = [now | {"date": "2026-01-01", "commit": "aaa"}, dict(now)]
+    text = environment(Data(data | {"environment": now | {"earlier": runs}}))
     assert text.endswith("not measured again then is of 2026-01-01 (commit aaa).")
     assert "aaa" not in environment(Data(data))
+    runs = [runs[0] | {"cpu": "faster"}]
+    text = environment(Data(data | {"environment": now | {"earlier": runs}}))
+    assert text.endswith("is of 2026-01-01 (commit aaa), on another machine (faster).")
 
 
 def test_what_fast_paths_earn(tmp_path: Path) -> None:
@@ -297,6 +301,17 @@ def test_recorded_models(tmp_path: Path) -> None:
     assert all(float(cell) > 0 for cell in norms.split("|")[2:4])
     assert recorded_models.verdict("BatchGrad", [3.0, 4.0]) == "≤ 4.0: met"
     assert recorded_models.verdict("BatchGrad", [3.0, 4.1]) == "≤ 4.0: not met"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_device_of_large_models(device: str) -> None:
+    """Figures of a GPU do not overwrite those of a CPU; what does not fit is told of both."""
+    own = "" if device == "cpu" else "-cuda"
+    args = large_models.parse(["--device", device])
+    assert args.device == device and args.out.name == f"large_models{own}.json"
+    assert large_models.parse(["--device", device, "--out", "mine.json"]).out == Path("mine.json")
+    full: Exception = MemoryError() if device == "cpu" else torch.OutOfMemoryError("out of memory")
+    assert large_models._why(full, 7 << 30) == "takes more than 7 GiB"
 
 
 def test_goals_of_large_models() -> None:

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+import backpack
 from backpack import extensions
 from backpack.core.record.registry import _CACHE, REGISTRY
 from backpack.extensions import HBP
@@ -191,3 +192,16 @@ def test_dead_links_are_found(tmp_path: Path) -> None:
         ("a.html", "d.png"),
         ("b.html", "a.html#bottom"),
     ]
+
+
+def test_words_to_look_up_are_in_messages() -> None:
+    """The table of the page about messages has words of messages, which may change."""
+    text = (DOCS / "when_something_goes_wrong.rst").read_text(encoding="utf-8")
+    words = [w.removesuffix(" ...") for w in re.findall(r"(?<![*\w])\*([^*\n]+)\*(?![*\w])", text)]
+    assert len(words) >= 12
+    source = "".join(
+        path.read_text(encoding="utf-8")
+        for path in sorted(Path(backpack.__file__).parent.rglob("*.py"))
+    )
+    messages = re.sub(r'"\s*\n\s*f?"', "", source)
+    assert [word for word in words if word not in messages] == []

@@ -68,7 +68,7 @@ for p, old, t in zip(parameters, before, total, strict=True):
 # of an individual gradient.
 
 RATE, STEPS, DELTA = 0.1, 150, 1e-4
-NOISE = (0.0, 0.7, 1.0, 1.5, 2.5, 4.0, 7.0, 12.0)
+NOISE = (0.0, 0.7, 1.0, 2.0, 4.0, 12.0)
 SEEDS = 3
 
 

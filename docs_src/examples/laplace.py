@@ -4,7 +4,7 @@
 A trained network is sure of itself far away from its data, too. A Laplace approximation is a normal
 distribution over the weights whose covariance is the inverse of the curvature; the
 predictions it gives fade towards one half away from the data. Here with the whole GGN, and with
-its Kronecker and diagonal approximations.
+its Kronecker and diagonal approximations, and for some of the weights.
 """
 
 # %%
@@ -13,7 +13,7 @@ its Kronecker and diagonal approximations.
 
 import matplotlib.pyplot as plt
 import torch
-from sklearn.datasets import make_moons
+from sklearn.datasets import make_blobs, make_moons
 from torch import nn
 
 from backpack.laplace import Laplace
@@ -106,3 +106,65 @@ for axis in axes[:, 0]:
     axis.set_ylabel("second feature")
 fig.colorbar(shades, ax=axes, label="probability of triangles")
 plt.show()
+
+# %%
+# Some of the weights
+# -------------------
+# Not all weights have to be uncertain. ``weights`` chooses which are: the parameters of a module by
+# its name (here those of the last layer), or single ones, such as those with the largest variances
+# in the diagonal approximation. The others stay what the training has made of them. The matrix of
+# few weights is small, so the curvature can be the whole GGN.
+
+chosen = {
+    "last layer": {"4": True},
+    "200 weights": posteriors["diagonal"].largest_variances(200),
+}
+print(f"{'uncertain':14s} certainty far away (0.5 is all of it)")
+print(f"{'none':14s} {sure['weights at the maximum']:.2f}")
+for name, mask in chosen.items():
+    part = Laplace(model, loss_function, data, GGN, precision, weights=mask)
+    certainty = (part.predict(grid[far]) - 0.5).abs().mean().item()
+    print(f"{name:14s} {certainty:.2f}")
+    assert sure["Laplace, whole GGN"] < certainty < sure["weights at the maximum"]
+print(f"{'all':14s} {sure['Laplace, whole GGN']:.2f}")
+
+# %%
+# Several classes, and data to choose with
+# ----------------------------------------
+# This network is trained for too long on few points of classes that overlap: it is wrong now and
+# then, and sure of it. With ``validation``, the prior precision is the one whose predictions for
+# these data, which were not trained on, have the smallest loss.
+
+spread = {"centers": [[-2, 0], [2, 0], [0, 3]], "cluster_std": 1.0}
+parts = [make_blobs(n, random_state=i, **spread) for i, n in enumerate((60, 300, 300))]
+training, validation, test = [(torch.tensor(x), torch.tensor(y)) for x, y in parts]
+model = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 3)).double()
+loss_function = nn.CrossEntropyLoss()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+for _ in range(300):
+    optimizer.zero_grad()
+    loss_function(model(training[0]), training[1]).backward()
+    optimizer.step()
+
+laplace = Laplace(model, loss_function, [training], KroneckerGGN)
+best = laplace.fit_prior_precision(1e-2, 1e3, validation=[validation])
+losses = {"weights of the training": loss_function(model(test[0]), test[1]).item()}
+for method in ("bridge", "probit"):
+    log_p = laplace.predict(test[0], method).log()
+    losses[method] = nn.functional.nll_loss(log_p, test[1]).item()
+print(f"prior precision {best:.2f}, loss of other data:")
+for name, loss in losses.items():
+    print(f"  {name:24s}{loss:.2f}")
+assert losses["probit"] < losses["bridge"] < losses["weights of the training"]
+
+# %%
+# The second method, the Laplace bridge, is coarser, and tells more: a Dirichlet distribution over
+# the probabilities themselves, with a standard deviation for each.
+
+places = {"among the first class": (-2.0, 0.0), "between all classes": (0.0, 1.0)}
+distribution = torch.distributions.Dirichlet(
+    laplace.dirichlet(torch.tensor([*places.values()]).double())
+)
+for name, mean, deviation in zip(places, distribution.mean, distribution.stddev, strict=True):
+    print(f"{name:22s}", *(f"{m:5.2f} ± {d:4.2f}" for m, d in zip(mean, deviation, strict=True)))
+assert distribution.stddev[0].max() < distribution.stddev[1].max()

@@ -115,7 +115,7 @@ def about(path: Path) -> str:
 
 # ---------------------------------------------------------------------- the picture
 
-WIDTH, HEIGHT, GAP_X, GAP_Y, TOP, LEFT = 128, 21, 44, 8, 26, 18
+WIDTH, HEIGHT, GAP_X, GAP_Y, TOP, LEFT = 148, 21, 34, 8, 26, 18
 
 
 def places(way: Way) -> dict[str, tuple[float, float]]:
