@@ -26,6 +26,7 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "myst_parser",
     "constructors",
+    "gallery_order",
     "generated",
     "local_links",
     "mathml",
