@@ -39,18 +39,34 @@ TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
 N, F, C = 5, 4, 3
 
 
-@pytest.fixture(autouse=True)
-def names() -> Iterator[dict[str, Any]]:
-    """Run the page in float64; forget what it registers afterwards."""
+@pytest.fixture(scope="module")
+def page() -> tuple[dict[str, Any], dict[Any, Any]]:
+    """Run the page; return its names, and what it registers."""
     registered = dict(REGISTRY)
     found = test_docs.run("write_a_rule.rst")
+    of_page = {key: rule for key, rule in REGISTRY.items() if rule is not registered.get(key)}
+    _forget(registered)
+    return found, of_page
+
+
+def _forget(registered: dict[Any, Any]) -> None:
+    """Leave registered what was so before."""
+    REGISTRY.clear()
+    REGISTRY.update(registered)
+    _CACHE.clear()
+
+
+@pytest.fixture(autouse=True)
+def names(page: tuple[dict[str, Any], dict[Any, Any]]) -> Iterator[dict[str, Any]]:
+    """The names of the page, in float64; what it registers, and a test, is forgotten afterwards."""
+    found, of_page = page
+    registered = dict(REGISTRY)
+    REGISTRY.update(of_page)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     yield found
     torch.set_default_dtype(torch.float32)
-    REGISTRY.clear()
-    REGISTRY.update(registered)
-    _CACHE.clear()
+    _forget(registered)
 
 
 class OfTwo(nn.Module):
