@@ -704,6 +704,16 @@ def test_preconditioned_solve() -> None:
         skewed.solve(ones, preconditioner=negative)
 
 
+def test_preconditioners_without_an_inverse() -> None:
+    matrix = Counting(torch.eye(3))
+    for wrong in (matrix, torch.eye(3), 2.0):
+        refusal = rf"with a damped inverse, such as .*, got {type(wrong).__name__}"
+        with pytest.raises(TypeError, match=refusal):
+            matrix.solve(torch.ones(3), preconditioner=wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=refusal):
+            InverseOperator(matrix, preconditioner=wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("exponent", [-30, -23, 19, 30])
 def test_solve_whatever_the_length_of_the_right_hand_side(exponent: int) -> None:
     """In single precision, the squares of these are zero or infinite."""

@@ -18,6 +18,15 @@ class Preconditioner(Protocol):
         """Return an operator, ``(A + damping · I)⁻¹``, with a ``spectrum``."""
 
 
+def check_invertible(preconditioner: Any) -> None:
+    """Refuse what has no damped inverse, such as an operator that is known by products alone."""
+    if isinstance(preconditioner, Tensor) or not hasattr(preconditioner, "inverse"):
+        raise TypeError(
+            "A preconditioner is an operator with a damped inverse, such as DiagonalGGN, "
+            f"KroneckerGGN, EKFAC or DiagonalOperator, got {type(preconditioner).__name__}."
+        )
+
+
 class Solution(NamedTuple):
     """Solutions of linear systems, and how they were found."""
 

@@ -12,7 +12,12 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from backpack.linalg.conjugate_gradients import Preconditioner, Solution, conjugate_gradients
+from backpack.linalg.conjugate_gradients import (
+    Preconditioner,
+    Solution,
+    check_invertible,
+    conjugate_gradients,
+)
 
 # Chosen rows or columns: a slice, numbers, or a mask.
 Index = slice | Sequence[int] | Tensor
@@ -213,6 +218,7 @@ class LinearOperator(ABC):
             ValueError: If ``rhs`` does not have the length of the operator, that is not symmetric,
                 the damped preconditioner is not positive definite or has no inverse, or something
                 is not finite.
+            TypeError: If the preconditioner is no operator that has an inverse.
             RuntimeError: If conjugate gradients do not converge, or meet a direction along which
                 the matrix is not positive.
         """
@@ -244,6 +250,8 @@ class LinearOperator(ABC):
         """
         damping = one_number(self, damping)
         self._need_symmetric("conjugate gradients")
+        if preconditioner is not None:
+            check_invertible(preconditioner)
         if rhs.dim() not in (1, 2) or rhs.shape[0] != self.shape[0]:
             raise ValueError(
                 f"{self!r} solves for matrices [{self.shape[0]}, V] and vectors [{self.shape[0]}], "
@@ -360,8 +368,11 @@ class InverseOperator(LinearOperator):
         Raises:
             ValueError: If the matrix is not known to be symmetric. Products raise what ``solve``
                 does.
+            TypeError: If the preconditioner is no operator that has an inverse.
         """
         operator._need_symmetric("conjugate gradients")
+        if preconditioner is not None:
+            check_invertible(preconditioner)
         super().__init__(operator.shape, operator.dtype, operator.device)
         self.operator, self.damping = operator, damping
         self._options = tolerance, max_iterations, preconditioner
