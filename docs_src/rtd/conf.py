@@ -26,7 +26,7 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "myst_parser",
     "constructors",
-    "gallery_order",
+    "gallery_output",
     "generated",
     "local_links",
     "mathml",

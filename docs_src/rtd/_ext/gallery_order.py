@@ -1,4 +1,4 @@
-"""The gallery: in which order its programs are shown, and what each of them has to show."""
+"""The order of the examples: a folder of the gallery for each group."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sphinx.application import Sphinx
-from sphinx.errors import ExtensionError
 
 # group -> scripts of docs_src/examples, in the order in which they are shown
 GROUPS = {
@@ -83,25 +81,6 @@ def sort_into_groups(examples: Path, target: Path) -> None:
         (folder / "GALLERY_HEADER.rst").write_text(header, encoding="utf-8")
         for name in names:
             shutil.copy2(examples / f"{name}.py", folder)
-
-
-def check_output(app: Sphinx) -> None:
-    """Refuse programs that show neither picture nor table, or leave a file where they run."""
-    if not app.config.sphinx_gallery_conf["plot_gallery"]:
-        return
-    for page in Path(app.srcdir, "gallery").rglob("*.rst"):
-        text = page.read_text(encoding="utf-8")
-        if page.stem in ORDER and ".. image-sg::" not in text and "────" not in text:
-            raise ExtensionError(f"{page.stem} ends with neither a picture nor a table.")
-    for file in Path(app.srcdir, "generated", "examples").rglob("*.*"):
-        if file.stem not in (*ORDER, "GALLERY_HEADER"):
-            raise ExtensionError(f"A program of the gallery leaves a file: {file.name}.")
-
-
-def setup(app: Sphinx) -> dict[str, Any]:
-    """Look at the pages when the programs have run."""
-    app.connect("builder-inited", check_output, priority=900)
-    return {"parallel_read_safe": True}
 
 
 HEADER = """\
