@@ -504,6 +504,15 @@ def test_save_memory(probe: Probe) -> None:
             close(small, fast)
 
 
+def test_save_memory_entered_twice() -> None:
+    context = weight_jac_t_save_memory()
+    with context:
+        with context:
+            pass
+        assert weight_jac_t_save_memory.active
+    assert not weight_jac_t_save_memory.active
+
+
 BUILT = {"stride": 2, "dilation": 2, "padding": 1}
 
 

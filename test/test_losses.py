@@ -1358,6 +1358,28 @@ def test_ctc() -> None:
         run(model, nn.CTCLoss(), single, extensions.BatchGrad(), X=X[:, 0])
 
 
+@pytest.mark.parametrize("converter", [False, "trace", "record"])
+@pytest.mark.parametrize(
+    ("loss", "target"),
+    [
+        (nn.CrossEntropyLoss(), torch.tensor(1)),
+        (nn.NLLLoss(), torch.tensor(1)),
+        (nn.MultiMarginLoss(), torch.tensor([1])),
+        (nn.MultiLabelMarginLoss(), torch.tensor([0, 1, *[-1] * (N - 2)])),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_classes_that_are_taken_for_samples(
+    loss: nn.Module, target: Tensor, converter: Any
+) -> None:
+    """A prediction of one axis is one sample's, in which the rows of a layer meet."""
+    model = nn.Sequential(nn.Linear(INPUTS, 1), nn.Flatten(0))
+    output = extend(model, use_converter=converter)(data())
+    culprit = rf"mixes the samples .*{type(loss).__name__}"
+    with backpack(extensions.BatchGrad()), pytest.warns(UserWarning, match=culprit):
+        extend(loss)(output, target).backward()
+
+
 def test_single_number() -> None:
     model = nn.Sequential(nn.Linear(INPUTS, 1), nn.Flatten(0))
     loss = extend(nn.PoissonNLLLoss())

@@ -816,7 +816,19 @@ class OwnNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias)
 
 
-def test_kernel_without_a_gradient_of_the_bias_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+class NormOfWholeBatches(OwnNorm):
+    """The same, which refuses to be called with fewer samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) < 4:
+            raise ValueError("whole batches only")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [OwnNorm, NormOfWholeBatches])
+def test_kernel_without_a_gradient_of_the_bias_alone(
+    kind: type[OwnNorm], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some kernels of GPUs have none for many rows: they are asked for that of the weight, too."""
     refused, grad = [], torch.autograd.grad
 
@@ -826,7 +838,7 @@ def test_kernel_without_a_gradient_of_the_bias_alone(monkeypatch: pytest.MonkeyP
             raise RuntimeError("returned an invalid gradient at index 2")
         return grad(ys, xs, *args, **options)
 
-    model, X = nn.Sequential(nn.Linear(3, 8), OwnNorm(8), nn.Linear(8, 2)), torch.rand(4, 5, 3)
+    model, X = nn.Sequential(nn.Linear(3, 8), kind(8), nn.Linear(8, 2)), torch.rand(4, 5, 3)
     model, X, found = model.double(), X.double(), []
     for is_whole in (True, False):
         monkeypatch.setattr(torch.autograd, "grad", grad if is_whole else refusing)

@@ -15,6 +15,7 @@ from torch import Tensor, einsum, nn
 
 from backpack import backpack, extend, extensions
 from backpack.core.derivatives import check_rule, derivatives_of
+from backpack.core.derivatives.automatic import AutomaticDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.derivatives.elementwise import SigmoidDerivatives
@@ -933,6 +934,97 @@ def test_methods_that_are_mixed_into_a_rule(products: type) -> None:
     params = run(model, extensions.DiagGGNExact(), extensions.DiagHessian(), batch=batch)
     check(params, "diag_ggn_exact", truth(oracle.ggn_diag, model, batch))
     check(params, "diag_h", truth(oracle.hessian_diag, model, batch))
+
+
+class DerivativesOfSines(Products, LinearDerivatives):
+    """Says what is multiplied together, and nothing else of parameters."""
+
+    def affine(self, c: Any, name: str, v: Any) -> Any:
+        ((s, x),) = super().affine(c, name, v)
+        return [(s, x if x is None else x.sin())]
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3)])
+def test_a_rule_with_another_affine_has_other_inputs(shape: tuple[int, ...]) -> None:
+    """All that follows from those of its base class is made anew."""
+    register(LinearOfSines)(DerivativesOfSines)
+    check_rule(LinearOfSines(3, 3), torch.randn(N, *shape))
+    model = nn.Sequential(LinearOfSines(3, 3), nn.Flatten(), nn.Sigmoid(), nn.LazyLinear(2))
+    batch = torch.randn(N, *shape), torch.randint(2, (N,))
+    model(batch[0])
+    exts = extensions.KFLR(), extensions.KFLR(approximation="expand"), extensions.GGNMP()
+    exts[1].savefield = "kflr_expand"
+    params = run(model, *exts, batch=batch)
+    plain = nn.Sequential(nn.Linear(3, 3), *copy.deepcopy(model[1:]))
+    plain.load_state_dict(model.state_dict())
+    of_sines = batch[0].sin(), batch[1]
+    for p, q in zip(params, run(plain, *exts, batch=of_sines), strict=True):
+        for field in ("kflr", "kflr_expand"):
+            torch.testing.assert_close(getattr(p, field), getattr(q, field), **TOLERANCE)
+        vectors = torch.rand(2, *p.shape)
+        torch.testing.assert_close(p.ggnmp(vectors), q.ggnmp(vectors), **TOLERANCE)
+
+
+class Summing(LinearDerivatives):
+    """Calls what earlier versions had, with the default of the sum over samples."""
+
+    def _weight_jac_t_mat_prod(
+        self, module: Any, g_inp: Any, g_out: Any, mat: Tensor, sum_batch: bool, subsampling: Any
+    ) -> Tensor:
+        own: Any = super()._weight_jac_t_mat_prod
+        if sum_batch:
+            return own(module, g_inp, g_out, mat, subsampling=subsampling)
+        return own(module, g_inp, g_out, mat, sum_batch=False, subsampling=subsampling)
+
+
+def test_the_sum_over_samples_is_the_default() -> None:
+    class Layer(nn.Linear):
+        pass
+
+    register(Layer)(Summing)
+    model, batch = nn.Sequential(Layer(3, 3), nn.Tanh(), nn.Linear(3, 2)), data()
+    params = run(model, extensions.BatchGrad(), extensions.DiagGGNExact(), batch=batch)
+    check(params, "grad_batch", truth(oracle.batch_grad, model, batch))
+    layer, output = model[0], model(batch[0])  # which keeps the record of its calls
+    assert output.shape == (N, 2)
+    products = Summing().param_mjp("weight", layer, None, None, torch.ones(1, N, 3))
+    assert products.shape == (1, 3, 3)
+    own = LinearDerivatives()._weight_jac_t_mat_prod(layer, None, None, torch.ones(1, N, 3))  # type: ignore[attr-defined]
+    torch.testing.assert_close(own, products)
+
+
+class Doubling(nn.Module):
+    """Doubles in training mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x if self.training else x
+
+
+class Modal(nn.Module):
+    """A layer whose child depends on the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mode = nn.Linear(3, 2), Doubling()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mode(self.layer(x))
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_modes_of_children_are_those_of_the_call(mode: bool) -> None:
+    """If they are evaluated with the module, which has a rule."""
+    register(Modal)(AutomaticDerivatives)
+    model, batch = nn.Sequential(Modal()).train(mode), data()
+    expected = [truth(f, model, batch) for f in (oracle.batch_grad, oracle.ggn_diag)]
+    loss = extend(nn.CrossEntropyLoss())(extend(model)(batch[0]), batch[1])
+    model.train(not mode)
+    model[0].training = mode
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        loss.backward()
+    assert model[0].mode.training is not mode
+    check(oracle.trainable(model), "grad_batch", expected[0])
+    check(oracle.trainable(model), "diag_ggn_exact", expected[1])
 
 
 @pytest.mark.parametrize("form", [Products, EarlierProducts])

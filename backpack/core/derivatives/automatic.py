@@ -44,11 +44,7 @@ class AutomaticDerivatives(BaseDerivatives):
         """Return the names of all parameters."""
         return tuple(self.own(module))
 
-    hessian_is_zero = never  # nothing is known
-
-    def is_linear_in_params(self, module: Module) -> bool:
-        """Return whether there are no parameters: else nothing is known."""
-        return not self.own(module)
+    hessian_is_zero = is_linear_in_params = never  # nothing is known
 
     def saved(
         self, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]

@@ -45,6 +45,8 @@ FACTS: Mapping[tuple[str, ...], Set[str]] = {
     ("squares_with_input",): {"affine", "affine_inputs", "assemble", "param_vjp"},
     ("kron_rows", "kron_inputs", "has_kronecker_factors"): {"param_vjp"},
     ("kron_joint_input", "kron_means"): {"param_vjp", "affine", "kron_inputs", "kron_rows"},
+    ("affine_inputs",): {"affine"},
+    ("affine_jvp",): {"affine"},
     ("kron_inputs_up_to",): {"kron_inputs", "param_vjp", "affine", "affine_inputs"},
     ("param_vjp_reads_inputs_alone",): {"param_vjp", "affine", "weight_vjp", "bias_vjp"},
     ("repeats_output", "reads_input", "reads_inputs"): set(),
@@ -82,6 +84,8 @@ class BaseDerivatives(ParameterProducts):
             if not known and overridden & (methods or overridden):
                 for name in names:
                     setattr(cls, name, getattr(BaseDerivatives, name))
+        if "affine_inputs" in own:
+            cls.read_by_affine = own["affine_inputs"]
         cls.keeps_something = cls.saved is not BaseDerivatives.saved
         if "affine" in own or "param_vjp" in own:
             cls.acts_affinely = "affine" in own

@@ -115,7 +115,7 @@ class BilinearDerivatives(BaseDerivatives):
 
     def affine(self, c: Context, name: str, v: Any) -> Pairs:
         """Return ``v`` at each position, and ``x ⊗ z``."""
-        return [(positions(v), u) for u in self.affine_inputs(c, name)]
+        return [(positions(v), u) for u in self.read_by_affine(c, name)]
 
     def assemble(self, c: Context, name: str, parts: Sequence[Tensor]) -> Tensor:
         """Return ``[*, O, I, J]`` for the weight."""

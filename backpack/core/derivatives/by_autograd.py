@@ -93,8 +93,7 @@ def transposed_products(
         ``[V, *in]`` or ``[V, *p]`` for each key, None where nothing depends on it.
     """
     inputs, separable = evaluation.rows(rows)
-    if not separable:
-        mats = evaluation.whole(mats, rows, 1)
+    whole = mats if separable else evaluation.whole(mats, rows, 1)
     create_graph = torch.is_grad_enabled()
     values = _variables(evaluation, keys, inputs)
     try:
@@ -102,7 +101,7 @@ def transposed_products(
             ys = evaluation.outputs(values, inputs)
             if separable and not evaluation.are_rows(ys, rows):
                 return transposed_products(evaluation, mats, keys, rows)
-            found = pull_back(ys, list(values.values()), mats, create_graph)
+            found = pull_back(ys, list(values.values()), whole, create_graph)
     except RuntimeError as error:
         # a kernel of layer_norm has no gradient of the bias where that of the weight is not asked
         # for: many rows on a GPU (torch 2.11)

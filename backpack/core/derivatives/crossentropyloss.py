@@ -33,6 +33,8 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
     reduction, class weights, label smoothing, probabilities as targets and ``ignore_index``.
     """
 
+    has_classes = True
+
     def log_p(self, c: Context) -> Tensor:
         """Return the logarithms of the predicted probabilities: ``[N, C, *d]``."""
         return c.x.log_softmax(1)

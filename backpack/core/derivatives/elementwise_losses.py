@@ -42,6 +42,8 @@ class ElementwiseLossDerivatives(BaseLossDerivatives):
     def couples_samples_unseen(self, call: Visit) -> bool:
         """Return whether predictions meet targets of other samples, which broadcast."""
         x, y = call.shape_in[:2]
+        if super().couples_samples_unseen(call):
+            return True
         if x is None or y is None or x == y:
             return False
         if torch.broadcast_shapes(x, y) != x:
@@ -155,7 +157,7 @@ class MSELossDerivatives(ElementwiseLossDerivatives):
         return sqrt(2) * drawn(torch.randn_like, c.input, mc_samples)
 
 
-@register(nn.L1Loss, nn.HingeEmbeddingLoss, nn.KLDivLoss, nn.MultiLabelMarginLoss)
+@register(nn.L1Loss, nn.HingeEmbeddingLoss, nn.KLDivLoss)
 class PiecewiseLinearLossDerivatives(ElementwiseLossDerivatives):
     """Derivatives of losses that are linear, at least piecewise: ``l'' = 0``.
 
@@ -167,6 +169,14 @@ class PiecewiseLinearLossDerivatives(ElementwiseLossDerivatives):
     def second(self, c: Context) -> Tensor:
         """Return zero: the loss is linear in the prediction, at least piecewise."""
         return torch.zeros_like(c.x)
+
+
+@register(nn.MultiLabelMarginLoss)
+class MultiLabelMarginLossDerivatives(PiecewiseLinearLossDerivatives):
+    """Derivatives of ``MultiLabelMarginLoss``, which compares the classes: ``l'' = 0``."""
+
+    trailing_axes = constant(1)
+    has_classes = True
 
 
 @register(nn.HuberLoss, nn.SmoothL1Loss)

@@ -183,7 +183,7 @@ class EmbeddingDerivatives(BaseDerivatives):
         return position_rows(positions(v), approximation).unsqueeze(2)
 
     def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
-        """Return A of the one-hot rows, ``[W, W]``: their counts on the diagonal, or ("reduce")."""
+        """Return A of the one-hot rows, ``[W, W]``: counts on the diagonal; "reduce": of means."""
         return self._factor(c, approximation, inf)
 
     def kron_inputs_up_to(

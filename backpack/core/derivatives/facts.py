@@ -55,7 +55,8 @@ class Facts(SampleAxes):
     kronecker_input_first: ClassVar[bool] = False
     #: Whether Kronecker factors are those of ``weight.transpose(0, 1)``.
     kronecker_swaps_axes: ClassVar[bool] = False
-    #: Whether a position of ``affine`` is a row of the input, which A may leave out.
+    #: Whether each position of ``affine`` is a row of the input: ``approximation="expand"`` then
+    #: leaves those out of A whose target the loss ignores.
     has_positions_apart: ClassVar[bool] = False
     #: Whether all parameters have the same Kronecker rows.
     kronecker_rows_are_shared: ClassVar[bool] = False

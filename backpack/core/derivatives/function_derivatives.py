@@ -46,6 +46,10 @@ BY_INDICES = (
 )
 
 
+@register(
+    *(nn.LPPool1d, nn.LPPool2d, nn.LPPool3d, nn.LocalResponseNorm),
+    *(nn.CosineSimilarity, nn.PairwiseDistance),
+)
 class FunctionDerivatives(AutomaticDerivatives):
     """Functions whose tensors may have their samples along any axis, or have none.
 
@@ -395,9 +399,3 @@ def refuse_totals(call: Call) -> None:
             "results depend on each other. Compute it for each sample (dim=...), or detach() it if "
             "it is meant to be constant."
         )
-
-
-register(
-    *(nn.LPPool1d, nn.LPPool2d, nn.LPPool3d, nn.LocalResponseNorm),
-    *(nn.CosineSimilarity, nn.PairwiseDistance),
-)(FunctionDerivatives)

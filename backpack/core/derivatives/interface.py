@@ -406,7 +406,8 @@ def _inherited(name: str, form: Form) -> Any:
     def method(self: Interface, *arguments: Any, **named: Any) -> Any:
         values = dict(zip(form.arguments, arguments, strict=False)) | named
         c = at_hand(values["module"], values.get("g_out"), values.get("subsampling"))
-        own = form.method + ("_sum" if values.get("sum_batch") else "")
+        sums = "sum_batch" in form.arguments and values.get("sum_batch", True)
+        own = form.method + ("_sum" if sums else "")
         return self._ours(own, name, name.removeprefix("_"))(
             c, *[values.get(k) for k in form.own_arguments]
         )

@@ -83,7 +83,7 @@ class LinearDerivatives(BaseDerivatives):
     def affine(self, c: Context, name: str, v: Any) -> Pairs:
         """Return ``v`` at each position, and the input."""
         s = v.flatten(2, -2) if v.dim() > 3 else v
-        (x,) = self.affine_inputs(c, name)
+        (x,) = self.read_by_affine(c, name)
         return [(s, x)]
 
     def kron_rows(self, c: Context, name: str, v: Any, approximation: str | None = None) -> Tensor:

@@ -52,6 +52,8 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
 
     hessian_is_zero = never  # a loss is no affine function of its prediction, as a rule
     hessian_is_psd = always  # convex in the prediction
+    #: Whether a prediction of a single axis is one sample's, with an entry for each class.
+    has_classes = False
 
     def has_likelihood(self, module: Module) -> bool:
         """Return whether the loss is the negative log likelihood of a known distribution."""
@@ -64,6 +66,11 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
     def counted(self, c: Context) -> Tensor | None:
         """Return which targets count, ``[N, *d]``; None if the loss can ignore none."""
         return None
+
+    def couples_samples_unseen(self, call: Visit) -> bool | None:
+        """Return whether what may be samples are the classes of one."""
+        shape = call.shape_in[0]
+        return self.has_classes and shape is not None and len(shape) == 1
 
     def couples_terms(self, c: Context) -> bool:
         """Return whether the loss is no sum over the samples: its Hessian has mixed terms."""

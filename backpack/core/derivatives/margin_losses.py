@@ -22,6 +22,7 @@ class MultiMarginLossDerivatives(BaseLossDerivatives):
     ``p = 2`` and classes k that violate the margin, else 0.
     """
 
+    has_classes = True
     has_likelihood = never  # targets are not drawn from any distribution
 
     def _pieces(self, c: Context) -> tuple[Tensor, Tensor]:

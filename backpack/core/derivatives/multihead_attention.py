@@ -416,7 +416,7 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
         y, cotangents = self._at_projections(c, v)
         trace = self._trace(c)
         parts = [(*cotangents, y)[i][..., trace.span(name, i), :] for i in MAKES[name]]
-        inputs = self.affine_inputs(c, name)
+        inputs = self.read_by_affine(c, name)
         if len(inputs) < len(parts):
             parts = [torch.cat(parts, -1)]
         return list(zip(parts, inputs, strict=True))

@@ -53,6 +53,9 @@ class ParameterProducts(Facts):
         pairs = self.flat_pairs(c, name, each[0] if len(each) == 1 else each)
         return None if pairs is None else [x for _, x in pairs]
 
+    # the same, for bodies of affine: where a subclass has another affine, those of its base class
+    read_by_affine: Any = affine_inputs
+
     def assemble(self, c: Context, name: str, parts: Sequence[Tensor]) -> Tensor:
         """Make ``[*, *p]`` of ``[*, O, I]`` (``[*, O]``) for each pair of :meth:`affine`."""
         (whole,) = parts
@@ -132,7 +135,7 @@ class ParameterProducts(Facts):
             def individual(at: Context, part: Any) -> Tensor:
                 return self.param_vjp(at, name, part)
 
-            return self._reduced_in_slices(c, v, individual, p.shape, p.numel(), wanted, weights)
+            return self._reduced_in_slices(c, v, individual, p.shape, wanted, weights)
         memo = c.memo if self.kronecker_rows_are_shared else None
         if self.has_one_part and len(pairs) == 1:
             ((s, x),) = pairs
@@ -174,8 +177,7 @@ class ParameterProducts(Facts):
                 products = self.joined(products, self.param_vjp(at, "bias", part))
             return reductions.in_bases(products, bases, swaps)
 
-        args = c, v, turned, shape, prod(shape), {"square"}, weights
-        return self._reduced_in_slices(*args)["square"]
+        return self._reduced_in_slices(c, v, turned, shape, {"square"}, weights)["square"]
 
     def joined(self, weight: Tensor, bias: Tensor) -> Tensor:
         """Join products of weight and bias, ``[V, N, O, *]`` and ``[V, N, O]``.
@@ -192,11 +194,10 @@ class ParameterProducts(Facts):
         v: Any,
         compute: Callable[[Context, Any], Tensor],
         shape: Sequence[int],
-        entries: int,
         wanted: Set[str],
         weights: Tensor | None,
     ) -> dict[str, Tensor]:
-        """Reduce ``[V, N, *shape]`` slice by slice, if each takes so many entries to compute."""
+        """Reduce ``[V, N, *shape]`` slice by slice."""
         each = [v] if isinstance(v, Tensor) else list(v)
         axes = [1 + self.axis_out(c, i) for i in range(len(each))]
         like, axis = next((m, a) for m, a in zip(each, axes, strict=True) if m is not None)
@@ -216,8 +217,8 @@ class ParameterProducts(Facts):
 
             return multiply
 
-        shape, entries = (num_v, count, *shape), num_v * entries
-        return reductions.in_slices(product, shape, entries, like, wanted, weights)
+        whole, entries = (num_v, count, *shape), num_v * prod(shape)
+        return reductions.in_slices(product, whole, entries, like, wanted, weights)
 
     def squared_param_vjp(self, c: Context, name: str, v: Tensor) -> Tensor:
         """Apply the transpose of the entrywise square of ``J_p``: ``[V, *out] -> [V, N, *p]``.

@@ -51,7 +51,7 @@ from backpack.core.record.layout import Layout
 from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register
 from backpack.core.record.visits import Visit
-from backpack.core.record.weights import state_of
+from backpack.core.record.weights import state_of_one, tensors_of
 from backpack.core.types import Mats, Pairs
 
 OWN_LSTM_KERNEL = fast.path(
@@ -113,7 +113,8 @@ class RecurrentDerivatives(BaseDerivatives):
         return {"state": self._state(module)}
 
     def _state(self, module: Module) -> tuple[Any, ...]:
-        return self.step(module), state_of([module._parameters, module._buffers])
+        own = tensors_of([module._parameters, module._buffers])
+        return self.step(module), list(map(state_of_one, own))
 
     def _check_unchanged(self, c: Context) -> None:
         if c.call.precision is not None:  # its parameters are cast

@@ -106,6 +106,8 @@ class Call(PlacedCall):
             leaves, self.structure = tree_flatten((args, keywords))
 
         self._note_module(module, own_parameters(module) if rule is None else rule.own(module))
+        if rule is not None and module._modules:
+            self.modes = tuple([one.training for one in module.modules()])
         if shards.FSDP in sys.modules:
             self._note_shards((*leaves, *outputs))
         is_addressed = not self.shards and (module._parameters or module._modules)

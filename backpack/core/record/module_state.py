@@ -61,6 +61,7 @@ class ModuleState:
         params: Own parameters that require a gradient, by name.
         read: Parameters of the module by name, its buffers, then those of its children in turn.
         training: Whether the module was in training mode.
+        modes: The same of it and all children, in their order, if a rule evaluates these with it.
         options: Names and values of what its class calls constants, such as a stride, and of its
             attributes that are numbers, strings, None, or sequences of such.
         addresses: Where its parameters were in memory.
@@ -71,6 +72,7 @@ class ModuleState:
         attributes: Those of a module that a copy would read, at the time of the call.
     """
 
+    modes: tuple[bool, ...] = ()
     addresses: tuple[int, ...] = ()
     kept_values: Mapping[Tensor, Kept] = MappingProxyType({})
     views: tuple[Shard, ...] = ()
@@ -153,11 +155,6 @@ class ModuleState:
         kept = self.kept_values
         return [kept[t].state if t in kept else state_of_one(t) for t in tensors_of(self.read)]
 
-    @property
-    def has_parameters(self) -> bool:
-        """Whether the module has parameters, frozen ones included."""
-        return any(p is not None for tensors in self.read[::2] for p in tensors.values())
-
     def refuse_moved(self) -> None:
         """Refuse parameters that were changed so between the forward pass and the backward pass."""
         raise RuntimeError(
@@ -224,19 +221,19 @@ class ModuleState:
 
         What it makes itself is where the program makes tensors.
         """
-        mode = self.module.training
-        if mode != self.training:
-            self.module.training = self.training
+        each = [(self.module, self.training)]
+        if self.modes:
+            each = list(zip(self.module.modules(), self.modes, strict=False))
+        entries = [(vars(m), "training", was) for m, was in each if m.training != was]
         replaced = self.swap_tensors(self.module, precision)
-        replaced += [(own, name, own.get(name, NOTHING)) for own, name, _ in self.attributes]
-        put([(own, name, copy_of_list(x)) for own, name, x in self.attributes])
+        entries += [(own, name, copy_of_list(x)) for own, name, x in self.attributes]
+        replaced += [(own, name, own.get(name, NOTHING)) for own, name, _ in entries]
+        put(entries)
         try:
             with device_of_program():
                 yield
         finally:
             put(replaced)
-            if mode != self.training:
-                self.module.training = mode
 
     def swap_tensors(
         self, module: Module, precision: torch.dtype | None = None, for_users: bool = False
