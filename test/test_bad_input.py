@@ -470,6 +470,44 @@ def test_modified_loss_warns(name: str) -> None:
             assert "negative" in str(error)
 
 
+@pytest.mark.parametrize("function", [None, lambda loss: 3 * loss, lambda loss: loss.exp()])
+def test_gradient_edges_as_roots(function: Any, recwarn: pytest.WarningsRecorder) -> None:
+    """They say what the loss has become as tensors do."""
+    model, batch = mlp(), data()
+    loss = forward(model, batch)
+    loss = loss if function is None else function(loss)
+    edge = torch.autograd.graph.get_gradient_edge(loss)
+    with backpack(extensions.DiagGGNExact()):
+        torch.autograd.backward([edge], [torch.ones(())], inputs=list(model.parameters()))
+    changed = [w for w in recwarn if "modified after CrossEntropyLoss (ExpBackward0)" in str(w)]
+    assert len(changed) == len(recwarn) == int(loss.grad_fn.name() == "ExpBackward0")
+    known = model[0].weight.diag_ggn_exact.clone()
+    with backpack(extensions.DiagGGNExact()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again = forward(model, batch)
+        (again if function is None else function(again)).backward()
+    torch.testing.assert_close(known, model[0].weight.diag_ggn_exact)
+
+
+@each(SECOND)
+def test_warnings_of_a_container_without_a_rule(ext: Any) -> None:
+    """Nothing else was reached: it is told, and no result is there."""
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.part = nn.Parameter(torch.rand(2, 3)), nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.T
+
+    model, quantity = extend(Root()), ext()
+    quantity._fail_mode = "WARNING"
+    with backpack(quantity), pytest.warns(UserWarning, match=quantity.savefield):
+        model(torch.rand(N, 3)).sum().backward()
+    assert_clean(model)
+
+
 def test_regularised_loss_warns() -> None:
     model = mlp()
     loss = forward(model, data()) + 0.1 * model[0].weight.square().sum()

@@ -167,6 +167,41 @@ def test_sums_over_different_batches(sizes: tuple[int, int]) -> None:
     torch.testing.assert_close(diagonal, expected.expand(2, 3), **TOLERANCE)
 
 
+@pytest.mark.parametrize("sizes", [(4, 8), (4, 6)])
+def test_sums_over_different_batches_that_mix(sizes: tuple[int, int]) -> None:
+    """Batch normalisation in training mode: each batch is a sample of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(linear(3, 4), nn.BatchNorm1d(4).double(), nn.Tanh(), linear(4, 2))
+    batches = [(double(n, 3), double(n, 2)) for n in sizes]
+    plain = copy.deepcopy(model)
+    extended, lossfunc = extend(model), extend(nn.MSELoss())
+    exts = extensions.DiagGGNExact(), extensions.DiagHessian(), extensions.GGNMP()
+    with backpack(*exts, extensions.DiagGGNMC(mc_samples=1)):
+        sum(lossfunc(extended(X), y) for X, y in batches).backward()
+    for field, truth in (
+        ("diag_ggn_exact", oracle.joint_ggn_diag),
+        ("diag_h", oracle.hessian_diag),
+    ):
+        each = [truth(plain, nn.MSELoss(), X, y) for X, y in batches]
+        for p, *parts in zip(extended.parameters(), *each, strict=True):
+            torch.testing.assert_close(getattr(p, field), sum(parts), **TOLERANCE)
+    for p in extended.parameters():
+        units = torch.eye(p.numel(), dtype=torch.float64).view(-1, *p.shape)
+        diagonal = p.ggnmp(units).flatten(1).diagonal().view_as(p)
+        torch.testing.assert_close(p.diag_ggn_exact, diagonal, **TOLERANCE)
+        assert (p.diag_ggn_mc >= 0).all()
+
+
+def test_samples_of_different_batches_that_mix() -> None:
+    """Two models: which sample of one batch would be that of the other?"""
+    models = [nn.Sequential(linear(3, 4), nn.BatchNorm1d(4).double(), linear(4, 2)) for _ in "12"]
+    lossfunc, pairs = extend(nn.MSELoss()), zip(models, (4, 6), strict=True)
+    losses = [lossfunc(extend(m)(double(n, 3)), double(n, 2)) for m, n in pairs]
+    culprits = r"diag_ggn_exact_batch is used on batches of different sizes \(4 at .*, 6 at "
+    with backpack(extensions.BatchDiagGGNExact()), pytest.raises(ValueError, match=culprits):
+        sum(losses).backward()
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_loss_of_tokens_and_a_loss_of_sequences(n: int) -> None:
     shared, head = extend(linear(3, 2)), extend(linear(10, 2))

@@ -1802,6 +1802,35 @@ def test_bfloat16(lossfunc: Callable[[], nn.Module]) -> None:
             assert (exact - approximate.double()).norm() <= 0.05 * exact.norm()  # 8 bits
 
 
+def test_sums_over_slices_in_bfloat16() -> None:
+    """Those of matrices for each axis, too, go on growing where a slice is small beside them."""
+
+    class Scaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(50, 50))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaling(), nn.Flatten(), nn.Linear(2500, 1))
+    nn.init.ones_(model[2].weight)
+    rough, X, y, found = (
+        copy.deepcopy(model).bfloat16(),
+        torch.ones(600, 50, 50),
+        torch.zeros(600, 1),
+        [],
+    )
+    for net, dtype in ((model, torch.float64), (rough, torch.bfloat16)):
+        loss = extend(nn.MSELoss(reduction="sum"))(extend(net)(X.to(dtype)), y.to(dtype))
+        with backpack(extensions.KFLR()), slice_bytes(1):
+            loss.backward()
+        found.append([factor.double() for factor in net[0].weight.kflr])
+    for exact, approximate in zip(*found, strict=True):
+        assert (exact - approximate).norm() <= 0.02 * exact.norm()
+
+
 def test_inputs_that_are_not_contiguous() -> None:
     model, X, y = mlp(), torch.randn(3, 2 * N).t()[::2], torch.randint(2, (N,))
     assert not X.is_contiguous()

@@ -236,10 +236,12 @@ def test_indices() -> None:
         mask,
         mask.tolist(),
         torch.tensor([1]),
+        np.array([2, 0]),
+        np.array([2]),
         [],
         slice(None, None, -1),
     ):
-        expected = dense.flip(0) if index == slice(None, None, -1) else dense[index]
+        expected = dense.flip(0) if isinstance(index, slice) and index.step == -1 else dense[index]
         assert_close(g[index].dense(), expected)
         assert len(g[index]) == len(expected)
     assert_close(g[1], dense[1])
@@ -250,6 +252,8 @@ def test_indices() -> None:
         g[[5]]
     with pytest.raises(IndexError, match="axis of samples alone"):
         g[0, 1]
+    with pytest.raises(IndexError, match=r"index of shape \[\d+, 1\]"):
+        g[torch.ones(len(g), dtype=torch.bool).nonzero()]
 
 
 def test_no_samples() -> None:

@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import oracle
@@ -20,6 +21,7 @@ from backpack.core import fast
 from backpack.core.engine.backpropagation import slice_bytes
 from backpack.core.record import alive
 from backpack.core.record.layout import Layout, Place
+from backpack.custom_module.branching import SumModule
 
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
 
@@ -512,6 +514,90 @@ def test_layers_behind_merged_positions_have_the_same_samples(
             lossfunc(model(X), y).backward()
         found.append([getattr(p, ext.savefield) for p in model.parameters()])
     torch.testing.assert_close(*found)
+
+
+class Merging(nn.Module):
+    """Rows of a sample merge in several steps on one way, and at once on others."""
+
+    def __init__(self, ways: str):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 6)
+        self.of_two, self.of_three = nn.Linear(3, 3), nn.Linear(2, 2)
+        self.ways, self.sum, self.last = ways, SumModule(), nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 4] -> [N·6, 1]."""
+        h = self.first(x)
+        found = []
+        if "2" in self.ways:
+            found.append(self.of_two(self.second(h).view(-1, 3)).view(-1, 1))
+        if "3" in self.ways:
+            found.append(self.of_three(h.view(-1, 2)).view(-1, 1))
+        if "1" in self.ways:
+            found.append(self.second(h).view(-1, 1))
+        return self.last(self.sum(*found))
+
+
+@pytest.mark.parametrize("converter", [False, "trace", "record"])
+@pytest.mark.parametrize("ways", ["2", "3", "12", "13", "23", "123"])
+@pytest.mark.parametrize("size", [1, 2**30])
+def test_columns_of_rows_that_merge_in_steps(ways: str, size: int, converter: Any) -> None:
+    """A column belongs to the same row of the loss on each way, and at all parameters."""
+    torch.manual_seed(0)
+    model, X, y = Merging(ways).double(), torch.rand(3, 4).double(), torch.rand(18, 1).double()
+    plain = copy.deepcopy(model)
+    extended, lossfunc = extend(model, use_converter=converter), extend(nn.MSELoss())
+    exts = extensions.SqrtGGNExact(), extensions.DiagGGNExact(), extensions.GGNMP()
+    with slice_bytes(size), backpack(*exts, extensions.BatchDiagGGNExact()):
+        lossfunc(extended(X), y).backward()
+    used = {name: p for name, p in extended.named_parameters() if p.grad is not None}
+    own = dict(plain.named_parameters())
+    J = torch.cat(oracle._jacobian(plain(X), [own[name] for name in used]), 1)
+    truth = 2 / 18 * J.T @ J
+    columns: dict[int, list[tuple[slice, Tensor]]] = {}  # by the number of rows
+    start = 0
+    for p in used.values():
+        part = slice(start, start + p.numel())
+        start, block = part.stop, truth[part, part]
+        diagonal = block.diagonal().view_as(p)
+        torch.testing.assert_close(p.diag_ggn_exact, diagonal, **TOLERANCE)
+        torch.testing.assert_close(p.diag_ggn_exact_batch.sum(0), diagonal, **TOLERANCE)
+        units = torch.eye(p.numel(), dtype=p.dtype).view(-1, *p.shape)
+        torch.testing.assert_close(p.ggnmp(units).flatten(1), block, **TOLERANCE)
+        columns.setdefault(p.sqrt_ggn_exact.shape[1], []).append((part, p.sqrt_ggn_exact))
+    assert start == len(truth)
+    for each in columns.values():
+        for (one, S), (other, R) in product(each, each):
+            block = S.flatten(2).flatten(0, 1).T @ R.flatten(2).flatten(0, 1)
+            torch.testing.assert_close(block, truth[one, other], **TOLERANCE)
+
+
+def test_columns_of_losses_with_other_numbers_of_rows() -> None:
+    """One loss sees all rows, the other one sees whole samples: layers join them alike."""
+    torch.manual_seed(0)
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(3, 3)
+            self.third, self.head, self.sum = nn.Linear(1, 1), nn.Linear(6, 2), SumModule()
+
+        def forward(self, x: Tensor) -> Any:
+            one, other = self.first(x), self.second(x.view(-1, 3))
+            rows = self.sum(one.view(-1, 1), other.view(-1, 1))
+            return self.third(rows), self.head(self.sum(one, other.view(-1, 6)))
+
+    model, X, truth = Heads().double(), torch.rand(3, 6).double(), 0.0
+    model = extend(model, use_converter="trace")
+    shared = [*model.first.parameters(), *model.second.parameters()]
+    for output in model(X):
+        J = torch.cat(oracle._jacobian(output, shared), 1)
+        truth = truth + 2 * J.T @ J
+    lossfunc = extend(nn.MSELoss(reduction="sum"))
+    with backpack(extensions.SqrtGGNExact()):
+        sum(lossfunc(output, torch.zeros_like(output)) for output in model(X)).backward()
+    S = torch.cat([p.sqrt_ggn_exact.flatten(2).flatten(0, 1) for p in shared], 1)
+    torch.testing.assert_close(S.T @ S, truth, **TOLERANCE)
 
 
 class MeanOverSamples(nn.Module):

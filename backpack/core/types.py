@@ -65,7 +65,7 @@ class Extension(Protocol):
 
 
 class Rule(Protocol):
-    """What the record of a call asks derivatives: see ``facts`` and ``sample_axes`` there."""
+    """What the record of a call asks derivatives (``core.derivatives``: facts, sample_axes)."""
 
     needs_output: ClassVar[bool]
     reads_output: ClassVar[bool]
@@ -102,12 +102,16 @@ class Rule(Protocol):
     def seen_gradients(self, call: Any, folded: bool) -> Sequence[Tensor | None]: ...
 
 
+# Writes the result of an extension, the first of a list, which may give its memory away.
+Write = Callable[[Parameter, Extension, list[Any]], None]
+
+
 class Save(Protocol):
     """Takes results, or what they will be made of: described in ``engine.combining``."""
 
     @property
     def is_waiting(self) -> bool: ...
     @property
-    def write(self) -> Callable[[Parameter, Extension, list[Any]], None]: ...
+    def write(self) -> Write: ...
     def __call__(self, p: Parameter, ext: Extension, value: Any) -> None: ...
     def defers(self, products: Any, exts: Sequence[Extension]) -> bool: ...

@@ -1,8 +1,9 @@
 """The end-of-backward pass: fetch what arrived, extract at the parameters, propagate to the inputs.
 
-A :class:`Source` emits columns somewhere in the network (at a loss, or at a nonlinear module for
-the Hessian). The :class:`Backpropagation` carries them back through all reached calls, newest
-first, in slices of samples (and, for a single sample, of columns), so that memory stays bounded.
+A source emits columns somewhere in the network: a :class:`LossSource` at a loss, for the Hessian
+also a :class:`.ResidualSource` at a nonlinear module. The :class:`Backpropagation` carries them
+back through all reached calls, newest first, in slices of samples (and, for a single sample, of
+columns), so that memory stays bounded.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
+from math import gcd, prod
 from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from backpack.core import fast, memory
 from backpack.core.derivatives.lossbase import Columns
 from backpack.core.engine import call_products
 from backpack.core.engine.diagonals import COLLECTED, Diagonals, ResidualSource
-from backpack.core.engine.extracted import Bases
+from backpack.core.engine.extracted import OF_SAMPLES, Bases
 from backpack.core.engine.extraction import Extraction
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan
@@ -167,6 +168,8 @@ class Backpropagation:
         # user-written rules see the whole batch at once
         self.rules = ColumnRules(plan, exts) if any(map(_RULES, exts)) else None
         self.mixing = plan.mixing and self.rules is None
+        if self.mixing and not plan.base and not OF_SAMPLES.isdisjoint(wanted.wanted):
+            plan.check_one_batch_for_all(wanted.savefields)
         self.is_plain = not (self.rules or self.mixing or torch.is_grad_enabled())
         # whether other columns may stand for the same matrices: nobody sees them
         self.may_reduce = FEWER_COLUMNS.is_on and self.is_plain and not wanted.shows_columns
@@ -295,7 +298,7 @@ class Backpropagation:
         )
         if not self.mixing:
             return factors
-        terms = len(row_numbers(self.plan.base, samples))
+        terms = len(part.samples)
         return [
             None if factor is None else self._spread(source.call, i, factor, rows, terms)
             for i, factor in enumerate(factors)
@@ -395,9 +398,13 @@ class Backpropagation:
     ) -> None:
         """Carry columns at the inputs of a call on, of the groups and weights of a factor."""
         factors: list[Factor | None] = []
-        groups, weights, adds_up = factor.groups, factor.weights, factor.adds_up
+        groups, weights, adds_up, had = factor.groups, factor.weights, factor.adds_up, factor.mat
         for mat in mats:
-            factors.append(None if mat is None else Factor(mat, groups, weights, adds_up))
+            if mat is None:
+                factors.append(None)
+            else:  # the rule of a user may return other columns
+                merged = factor.merged if len(mat) == len(had) else 1
+                factors.append(Factor(mat, groups, weights, adds_up, merged))
         deliver(self.plan, call, factors, state.cotangents, state.samples)
 
     def _hand_over(
@@ -409,7 +416,7 @@ class Backpropagation:
         merges = not c.call.rows_are_samples and self.extraction.wanted != {"square"}
         groups = factor.mat.shape[1] // c.call.rows_per_sample if merges else factor.groups
         if groups < factor.groups:  # no layer has brought the rows of a sample together so far
-            mats = [m if m is None else replace(factor, mat=m).coarsened(groups).mat for m in mats]
+            mats = [m if m is None else factor.holding(m).coarsened(groups).mat for m in mats]
             factor = factor.coarsened(groups)
             self.extraction.rows_per_sample[c.call] = factor.mat.shape[1] // groups
         for name, p in c.call.trained.items():
@@ -500,13 +507,13 @@ def fetch(
     known = [f for f in found if f is not None]
     if not known:
         return None
-    groups = min(f.groups for f in known)
+    groups = gcd(*[f.groups for f in known])
     if call.couples_rows:
         for i, f in enumerate(found):
             place = None if f is None else call.place_out(i)
             if f is not None and place is not None:
                 rows = place.rows_per_sample(call.shape_out[i])
-                groups = min(groups, f.mat.shape[1] // rows)
+                groups = gcd(groups, f.mat.shape[1] // rows)
     aligned = [None if f is None else f.coarsened(groups) for f in found]
     first = next(f for f in aligned if f is not None)
     return first, [None if f is None else f.mat for f in aligned]

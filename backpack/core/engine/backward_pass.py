@@ -356,7 +356,7 @@ class Collector:
                 if self.inside:
                     self.first_order.refuse_parts(visit, self.inside)
         if not self.has_parameters:
-            self.has_parameters = bool(visit.params) or visit.has_parameters
+            self.has_parameters = bool(visit.own())  # frozen ones, too
         if self.second_order.exts:
             if visit.shards:
                 self.combining.note_gathering(visit)

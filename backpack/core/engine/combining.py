@@ -419,7 +419,7 @@ class Combining:
     def _write_all(self, parts: Sequence[Statistics], before: Sequence[Accumulated]) -> None:
         """Write the results of statistics, and keep those that accumulate."""
         after = []
-        writing = _Writing(self._finished if self.accumulates else self.write)
+        write = self._finished if self.accumulates else self.write
         for old, part in zip(before, parts, strict=True):
             is_joined = part.parameter in self.groups
             if not is_joined and old.joined is not None and _has_shards(old.joined, part):
@@ -429,7 +429,7 @@ class Combining:
                 Accumulated(whole, None, old.times + 1) if is_joined else old._replace(local=part)
             )
             samples = [whole.own_samples(ext) for ext in part.exts] if is_joined else []
-            (whole.copy() if self.accumulates else whole).extract(writing)
+            (whole.copy() if self.accumulates else whole).extract(write)
             for ext, count in zip(part.exts, samples, strict=False):
                 value = getattr(part.parameter, ext.savefield, None)
                 if count is not None and not _has_samples(part.parameter, ext, value, count):
@@ -476,21 +476,6 @@ class Combining:
             return first
         names = ", ".join(ext.savefield for ext in part.exts)
         raise ValueError(OTHER_EXTENSIONS.format(names))
-
-
-class _Writing:
-    """Saves results that are complete: it defers none."""
-
-    is_waiting = False
-
-    def __init__(self, write: SaveResult):
-        self.write = write
-
-    def __call__(self, p: Parameter, ext: Extension, value: Any) -> None:
-        self.write(p, ext, [value])
-
-    def defers(self, products: Products, exts: Sequence[Extension]) -> bool:
-        return False
 
 
 def _plus(one: Statistics | None, other: Statistics) -> Statistics:

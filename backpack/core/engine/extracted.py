@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from backpack.core.types import Extension
@@ -30,10 +29,15 @@ def max_factor_size(exts: Iterable[Extension]) -> float:
     return inf if largest < 0 else largest
 
 
-def merge_groups(value: Tensor, axis: int, groups: int, adds_up: bool) -> Tensor:
-    """Merge groups of samples along an axis: add them up, or give each its own columns (axis 0)."""
-    value = value.unflatten(axis, (groups, -1))
-    return value.sum(axis + 1) if adds_up else value.transpose(1, 2).flatten(0, 1)
+def fewest_samples(counts: Sequence[int]) -> int:
+    """Return of how many samples the values of sources are put together.
+
+    Raises:
+        ValueError: If the others are no multiples.
+    """
+    if any(count % min(counts) for count in counts):
+        raise ValueError(f"Losses with different numbers of samples: {[*counts]}.")
+    return min(counts)
 
 
 class Reduction(NamedTuple):
@@ -41,8 +45,7 @@ class Reduction(NamedTuple):
 
     Attributes:
         sample_axis: Where the samples are, None if they are summed.
-        column_axis: Where the columns are, None if they are summed. Else, samples that merge get
-            columns of their own.
+        column_axis: Where the columns are, None if they are summed.
         degree: Power of the columns that the values carry.
         is_average: Whether they are averages over samples, and no sums.
         is_symmetric: Whether they are symmetric matrices (or, if a list of values, all of them).
@@ -55,7 +58,7 @@ class Reduction(NamedTuple):
     is_symmetric: bool = False
 
     def joined(self, one: Any, other: Any) -> Any:
-        """Join the values of two sources of columns.
+        """Add the values of two sources of columns.
 
         If one has more samples (positions) than the other, they are merged.
 
@@ -64,19 +67,15 @@ class Reduction(NamedTuple):
         """
         axis = self.sample_axis
         if axis is not None:
-            counts = [one.shape[axis], other.shape[axis]]
-            if any(count % min(counts) for count in counts):
-                raise ValueError(f"Losses with different numbers of samples: {counts}.")
-            adds_up = self.column_axis is None
-            one, other = (merge_groups(v, axis, min(counts), adds_up) for v in (one, other))
-        if self.column_axis is None:
-            return add(one, other)
-        return torch.cat([one, other], self.column_axis)
+            fewest = fewest_samples([one.shape[axis], other.shape[axis]])
+            one, other = (v.unflatten(axis, (fewest, -1)).sum(axis + 1) for v in (one, other))
+        return add(one, other)
 
 
 # Everything that can be extracted. Letters: V columns, N samples, *p the parameter's shape.
+COLUMNS = "individual"
 REDUCTIONS = {
-    "individual": Reduction(sample_axis=1, column_axis=0, degree=1),  # [V, N, *p]  Jᵀ s
+    COLUMNS: Reduction(sample_axis=1, column_axis=0, degree=1),  # [V, N, *p]  Jᵀ s
     "gradient": Reduction(degree=1),  # [*p]  sum_vn Jᵀ s
     "batch_square": Reduction(sample_axis=0),  # [N, *p]  sum_v (Jᵀ s)²
     "square": Reduction(),  # [*p]  sum_vn (Jᵀ s)²

@@ -14,16 +14,18 @@ from torch.nn import Parameter
 from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.engine.extracted import (
     ARRIVED,
+    COLUMNS,
     GRAMS,
     IN_BASES,
     KRONECKER,
     OF_COLUMNS,
+    OF_SAMPLES,
     REDUCTIONS,
     UNSLICED,
     Bases,
     max_factor_size,
 )
-from backpack.core.engine.factors import Factor
+from backpack.core.engine.factors import Factor, columns_of_sources
 from backpack.core.engine.plan import Plan
 from backpack.core.engine.products import Products
 from backpack.core.engine.slices import Gathered, Part
@@ -50,7 +52,9 @@ class Extraction:
         bases: Bases of sums of squares, by parameter.
         rows_per_sample: How many rows of a call belong to one independent sample.
         of_source: For each parameter what slices of the source at hand have brought.
-        totals: For each parameter the quantities of the sources before.
+        totals: For each parameter the quantities of the sources before, but for products with each
+            column.
+        columns: These: those of each source, and how many columns one of it has become.
         is_second: Whether sums of squares in bases alone are left to be summed.
     """
 
@@ -79,10 +83,12 @@ class Extraction:
         self._in_bases = frozenset() if self.bases.keys() >= plan.uses.keys() else in_bases
         self._summed = self.wanted - self._in_bases
         if self.is_unsliced:  # what does not come in one piece is made of the products themselves
-            self._summed = self._summed - UNSLICED | {"individual"}
+            self._summed = self._summed - UNSLICED | {COLUMNS}
         self.rows_per_sample: dict[Visit, int] = {}
         self.is_second = False
         self.totals: dict[Parameter, dict[str, Any]] = {}
+        self.columns: dict[Parameter, list[tuple[Tensor, int]]] = {}
+        self._merged: dict[Parameter, int] = {}
         self.of_source: dict[Parameter, dict[str, Gathered]] = {}
 
     def gather(self, uses_of: Mapping[Parameter, list[Use]], part: Part, terms: int | None) -> None:
@@ -97,8 +103,9 @@ class Extraction:
 
     def _add(self, products: Products, part: Part) -> None:
         p, before = products.parameter, self.totals.get(products.parameter, {})
+        self._merged[p] = products.merged  # the same for all slices
         if p not in self.of_source:
-            if before and any(REDUCTIONS[n].sample_axis is not None for n in self._summed):
+            if p in self.totals and not OF_SAMPLES.isdisjoint(self._summed):
                 self._plan.check_one_batch(p)
             self.of_source[p] = {
                 name: Gathered(REDUCTIONS[name], before.get(name)) for name in self._summed
@@ -110,6 +117,8 @@ class Extraction:
         """Join what has come from a source with what has come from those before."""
         for p, whole in self.of_source.items():
             found = {name: gathered.total() for name, gathered in whole.items()}
+            if COLUMNS in found:
+                self.columns.setdefault(p, []).append((found.pop(COLUMNS), self._merged[p]))
             self.totals[p] = self.totals.get(p, {}) | found
         self.of_source = {}
 
@@ -127,6 +136,7 @@ class Extraction:
         """Save what the extensions make of the totals, which are dropped before."""
         for p in list(self.totals):
             products = self._whole(p)
+            self.columns.pop(p, None)
             del self.totals[p]  # nobody else has them, see results.owned
             products.extract(self._exts, save)
 
@@ -136,6 +146,8 @@ class Extraction:
         wanted, bases = self.wanted - UNSLICED, self.bases.get(p)
         products = Products(p, self._whole_uses(p), wanted, terms, bases, *self.options)
         products.set_values(self.totals[p])
+        if p in self.columns:
+            products.set_values({COLUMNS: columns_of_sources(self.columns[p])})
         return products
 
     def _whole_uses(self, p: Parameter) -> list[Use]:
@@ -166,7 +178,7 @@ def _counted(
     known = [mask for mask in masks if mask is not None]
     if not known:
         return None
-    count = len(row_numbers(plan.base, subsampling)) if plan.base else 1
+    count = len(row_numbers(plan.base or 1, subsampling))
     first, *others = [mask.reshape(count, -1).to(known[0].device) for mask in known]
     of_one = len({tuple(call.origins_in[i] for i in predictions[call]) for call in losses}) == 1
     alike = all(mask.shape == first.shape for mask in others)

@@ -178,11 +178,16 @@ class FactoredGrad:
                 f"Factored individual gradients have an axis of samples alone, got {index}. Use "
                 "dense() for entries."
             )
-        if hasattr(index, "__index__") and not (isinstance(index, Tensor) and index.dim()):
+        if hasattr(index, "__index__") and not getattr(index, "ndim", 0):
             return self[[operator.index(index)]].dense()[0]
         samples: Samples = index
         if not isinstance(index, slice):
             samples = index if isinstance(index, Tensor) else torch.as_tensor(index, device=CPU)
+            if samples.dim() != 1:
+                raise IndexError(
+                    "Samples of factored individual gradients are chosen along one axis, got an "
+                    f"index of shape {list(samples.shape)}."
+                )
             if samples.dtype is not torch.bool and not samples.numel():
                 samples = samples.long()
             if samples.is_cpu:  # a GPU does not survive a number that is too large

@@ -4,11 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
 import torch
 from torch import Size, Tensor
 
+from backpack.core.engine.extracted import fewest_samples
 from backpack.core.values import at_least_single
+
+
+def merge_groups(value: Tensor, groups: int, merged: int) -> Tensor:
+    """Merge groups of samples, ``[V, N, *]``, and give each columns of its own: ``[V·r, N/r, *]``.
+
+    Args:
+        value: A value for each column and group.
+        groups: How many there are to be, N/r.
+        merged: How many columns one of the source has become before: see :class:`Factor`.
+    """
+    by_group = value.unflatten(0, (-1, merged)).unflatten(2, (groups, -1))
+    return by_group.movedim(3, 1).flatten(0, 2)
+
+
+def columns_of_sources(found: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """Join values for each column, ``[V, N, *]``, of sources; merge samples to the fewest.
+
+    Args:
+        found: The value of each source, and how many columns one of it has become before.
+
+    Raises:
+        ValueError: If the numbers of samples are not multiples.
+    """
+    if len(found) == 1:
+        return found[0][0]
+    fewest = fewest_samples([value.shape[1] for value, _ in found])
+    return torch.cat([merge_groups(value, fewest, merged) for value, merged in found])
 
 
 @dataclass(frozen=True)
@@ -22,34 +51,37 @@ class Factor:
         weights: Weight of each column, ``[V, groups]``; None for all 1.
         adds_up: Where groups merge, the vectors of a column simply add: those of a gradient do, and
             random vectors of mean zero may, whose cross terms vanish in expectation.
+        merged: How many columns one of the source has become, where groups merged.
     """
 
     mat: Tensor
     groups: int
     weights: Tensor | None = None
     adds_up: bool = False
+    merged: int = 1
 
     def holding(self, mat: Tensor) -> Factor:
         """Return other columns of the same groups and weights."""
-        return Factor(mat, self.groups, self.weights, self.adds_up)
+        return Factor(mat, self.groups, self.weights, self.adds_up, self.merged)
 
     def coarsened(self, groups: int) -> Factor:
         """Merge groups of rows; r that merge get columns of their own: ``[V·r, R, *shape]``.
 
         Columns of different groups are independent: column v stands for one vector in each group.
-        They must not mix, so a column becomes one for each merged group.
+        They must not mix, so a column becomes one for each merged group. The new ones are in the
+        order of the source's rows, whether these merge at once or in several steps.
         """
         if groups == self.groups:
             return self
         if self.adds_up:
             return replace(self, groups=groups)
-        mat, weights, r = self.mat, self.weights, self.groups // groups
-        apart = torch.eye(r, dtype=mat.dtype, device=mat.device).reshape(1, r, 1, r, 1)
-        blocks = mat.reshape(len(mat), 1, groups, r, -1) * apart
+        mat, weights, m, r = self.mat, self.weights, self.merged, self.groups // groups
+        apart = torch.eye(r, dtype=mat.dtype, device=mat.device).reshape(r, 1, 1, r, 1)
+        blocks = mat.reshape(len(mat) // m, 1, m, groups, r, -1) * apart
         mat = blocks.reshape(len(mat) * r, *mat.shape[1:])
         if weights is not None:
-            weights = weights.reshape(len(weights), groups, -1).transpose(1, 2).reshape(-1, groups)
-        return replace(self, mat=mat, groups=groups, weights=weights)
+            weights = merge_groups(weights, groups, m)
+        return replace(self, mat=mat, groups=groups, weights=weights, merged=m * r)
 
     def reshaped(self, shape: Sequence[int]) -> Factor:
         """Reshape to ``[V, *shape]``, shape with its own number of rows.
@@ -87,10 +119,11 @@ class Factor:
         num_v, rows, *shape = self.mat.shape
         stacked = self.mat.reshape(num_v, rows, -1).transpose(0, 1)
         triangles = torch.linalg.qr(at_least_single(stacked), mode="r").R  # [R, D, D]
-        return self.holding(triangles.to(stacked.dtype).transpose(0, 1).reshape(-1, rows, *shape))
+        mat = triangles.to(stacked.dtype).transpose(0, 1).reshape(-1, rows, *shape)
+        return replace(self, mat=mat, merged=1)
 
     def __add__(self, other: Factor) -> Factor:
         """Add what arrives over two branches, column by column."""
-        groups = min(self.groups, other.groups)
+        groups = gcd(self.groups, other.groups)
         mine, others = self.coarsened(groups), other.coarsened(groups)
         return mine.holding(mine.mat + others.mat)

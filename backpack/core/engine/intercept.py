@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from inspect import BoundArguments, signature
 from operator import attrgetter
 from typing import Any
@@ -54,7 +53,7 @@ class Entry:
             self.seed = seed
 
     def is_of(self, task: int) -> bool:
-        """Whether it has started a backward pass."""
+        """Whether it has started the backward pass of this number; its first node may run now."""
         if self.task is None and torch._C._current_autograd_node() in self.nodes:
             self.start()  # our hook of a node comes after those of its call
         return self.task == task
@@ -158,8 +157,9 @@ class InterceptBackward(overrides.TorchFunctionMode):
         if configuration.gradients:
             return self._elided(func, entry, call, candidates)
         if inputs is not None:  # perhaps a generator
-            inputs = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
-            call.arguments["inputs"] = inputs
+            named = inputs.values() if isinstance(inputs, dict) else inputs
+            is_one = isinstance(inputs, Tensor | GradientEdge)
+            call.arguments["inputs"] = (inputs,) if is_one else tuple(named)
         with elided_gradients.left_alone(entry.nodes):
             return self._elided(func, entry, call, candidates)
 
@@ -188,9 +188,13 @@ class InterceptBackward(overrides.TorchFunctionMode):
 
 
 def set_aside() -> InterceptBackward | None:
-    """Pop our mode while this library reads tensors; the caller puts it back if there is one."""
-    mode = _slowing()
-    return None if mode is None else overrides._pop_mode()
+    """Pop our mode while this library reads tensors; the caller puts it back if there is one.
+
+    Only if functions come to it next, and nobody needs to be told of them.
+    """
+    mode = overrides._get_current_function_mode()
+    is_ours = isinstance(mode, InterceptBackward) and mode.program is None
+    return overrides._pop_mode() if is_ours else None
 
 
 def put_back(mode: InterceptBackward) -> None:
@@ -199,28 +203,16 @@ def put_back(mode: InterceptBackward) -> None:
         overrides._push_mode(mode)
 
 
-def _slowing() -> InterceptBackward | None:
-    """Return our mode if functions come to it next, and nobody needs to be told of them."""
-    mode = overrides._get_current_function_mode()
-    return mode if isinstance(mode, InterceptBackward) and mode.program is None else None
+class not_intercepted:
+    """Context manager: our mode, which slows down every function, is set aside."""
 
-
-class _Away:
-    """Context manager: a mode is popped, and pushed again afterwards."""
-
-    __slots__ = ("mode",)
-
-    def __init__(self, mode: InterceptBackward):
-        self.mode = mode
+    mode: InterceptBackward | None = None
 
     def __enter__(self) -> None:
-        self.mode.__exit__(None, None, None)
+        """Pop it."""
+        self.mode = set_aside()
 
     def __exit__(self, *exception: object) -> None:
-        self.mode.__enter__()
-
-
-def not_intercepted() -> AbstractContextManager[Any]:
-    """Pop our mode, which slows down every function, where no backward pass starts."""
-    mode = _slowing()
-    return nullcontext() if mode is None else _Away(mode)
+        """Push it again."""
+        if self.mode is not None:
+            put_back(self.mode)

@@ -171,9 +171,10 @@ class LossTerms:
         """Whether each entry of a nonlinear function depends on one sample, for any numbers."""
         name = kind(node)
         norm = inputs[0][0]
+        is_square = node.name() == "PowBackward0" and node._saved_exponent == 2
         if name in FUSED or name in ROWWISE:
             edges = inputs
-        elif node.name() == "PowBackward0" and node._saved_exponent == 2 and _is_euclidean(norm):
+        elif is_square and kind(norm) == "LinalgVectorNorm" and norm._saved_ord == 2:
             edges = [norm.next_functions[0]]  # a sum of squares
         else:
             edges = [(node, slot)]
@@ -281,10 +282,6 @@ def _reduction(node: Any) -> LossReduction | None:
     if name is None or not shape:
         return None
     return LossReduction(name, f"a loss that is not extended ({node.name()})", shape)
-
-
-def _is_euclidean(node: Any) -> bool:
-    return kind(node) == "LinalgVectorNorm" and node._saved_ord == 2
 
 
 def _is_whole(node: Any, slot: int) -> bool:

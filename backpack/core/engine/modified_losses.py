@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.nn import Module
 
 from backpack.core.engine.loss_terms import BILINEAR
@@ -25,7 +26,7 @@ LINEAR_NODES = words(
 )
 
 
-def check_losses(plan: Plan, roots: Sequence[Tensor]) -> bool:
+def check_losses(plan: Plan, roots: Sequence[Tensor | GradientEdge]) -> bool:
     """Refuse losses of several numbers; warn if ``backward()`` is not of constants times losses.
 
     Args:
@@ -65,17 +66,20 @@ def check_losses(plan: Plan, roots: Sequence[Tensor]) -> bool:
     return bool(changes) and not any(changes)
 
 
-def _nonlinear_node(root: Tensor, losses: set[Any], params: Collection[Tensor]) -> str | None:
+def _nonlinear_node(
+    root: Tensor | GradientEdge, losses: set[Any], params: Collection[Tensor]
+) -> str | None:
     """Find an operation between the losses and ``root`` that is not a sum of constant multiples.
 
     Constant is what neither the network nor a parameter of its calls has a part in, such as learned
     weights of tasks: it enters no second derivative with respect to one parameter of the network.
     """
-    if origin(root) in losses or root.grad_fn is None:
+    start = root.grad_fn if isinstance(root, Tensor) else root.node
+    if start is None or origin(root) in losses:
         return None
     # those that functions have computed, for torch.func.functional_call, have no leaf of their own
     computed = {(p.grad_fn, p.output_nr) for p in params if p.grad_fn is not None}
-    stack, seen = [(root.grad_fn, root.output_nr)], set()
+    stack, seen = [(start, root.output_nr)], set()
     while stack:
         node, slot = stack.pop()
         marks: Any = node.metadata

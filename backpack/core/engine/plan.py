@@ -41,7 +41,7 @@ class Feed(NamedTuple):
         origin: Identity of the tensor.
         shape: Its canonical shape as the input.
         shape_there: Its canonical shape as the output of the other call.
-        is_copied: Whether the tensor has no samples (of parameters), but the input is seen by all.
+        is_copied: Whether the input has no samples: one tensor that all rows read.
         is_gathered: Whether the tensor has no samples, and the other call no rows of its own.
     """
 
@@ -249,27 +249,20 @@ class Plan:
     @lazy
     def _samples_of_part(self) -> dict[Visit, int]:
         """Number of samples of the connected part of the network that a call is in."""
-        numbers = {call: i for i, call in enumerate(self.everything)}
-        parents = list(range(len(numbers)))
-
-        def root(i: int) -> int:
-            while parents[i] != i:
-                parents[i] = i = parents[parents[i]]
-            return i
-
+        parts = {call: [call] for call in self.everything}
         alone = self.after_loss - set(self.losses)
-        for call, i in numbers.items():
+        for call in self.everything:
             for origin in () if call in alone else call.origins_in:
                 producer = self.producers.get(origin)
-                if producer is not None:
-                    first, second = sorted((root(i), root(numbers[producer.call])))
-                    parents[second] = first
-        part = {call: root(i) for call, i in numbers.items()}
-        samples = dict.fromkeys(part.values(), 0)
-        for call, number in part.items():
-            if not call.is_unbatched:
-                samples[number] = gcd(samples[number], self.num_samples(call))
-        return {call: samples[number] for call, number in part.items()}
+                if producer is not None and parts[producer.call] is not parts[call]:
+                    fewer, more = sorted((parts[producer.call], parts[call]), key=len)
+                    more += fewer
+                    parts |= dict.fromkeys(fewer, more)
+        samples = {
+            id(part): gcd(*[self.num_samples(call) for call in part if not call.is_unbatched])
+            for part in {id(part): part for part in parts.values()}.values()
+        }
+        return {call: samples[id(part)] for call, part in parts.items()}
 
     def snapshot(self, create_graph: bool) -> Plan:
         """Return a copy whose calls outlive the backward pass."""

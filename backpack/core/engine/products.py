@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
-from math import inf, prod
+from math import gcd, inf, prod
 from operator import add, attrgetter
 from typing import Any
 
@@ -20,12 +20,13 @@ from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.engine import call_products, extracted, sources
 from backpack.core.engine.blocks import WHOLE_BLOCK_ENTRIES, axis_factors, block, marginals
 from backpack.core.engine.factored import FactoredGrad
+from backpack.core.engine.factors import merge_groups
 from backpack.core.engine.uses import Use, arrived, factor_of_means, num_positions, rows_that_count
 from backpack.core.lazy import lazy
 from backpack.core.record.layout import Owners
 from backpack.core.record.module_state import describe
 from backpack.core.record.shards import KNOWN, home, shard_of
-from backpack.core.types import Extension, Save
+from backpack.core.types import Extension, Save, Write
 from backpack.utils.kroneckers import eigh_semidefinite
 
 OWN_REDUCTIONS = fast.path(
@@ -96,7 +97,7 @@ class Products:
         call, mat, rule = use.call, use.factor.mat, use.call.derivatives
         self.num_samples = use.factor.groups
         for other in others:
-            self.num_samples = min(self.num_samples, other.factor.groups)
+            self.num_samples = gcd(self.num_samples, other.factor.groups)
         follows = rule is not None and rule.batch_axis is BatchAxis.FOLLOWED
         # whether the derivatives can reduce on their own: one use, every row a sample, in order
         self._reduces = (
@@ -159,6 +160,13 @@ class Products:
         """Whether the derivatives reduce on their own, as ``__getitem__`` asks without a call."""
         return self._reduces and "individual" not in self._values and OWN_REDUCTIONS.is_on
 
+    @property
+    def merged(self) -> int:
+        """How many columns one of the source has become, see :class:`.factors.Factor`."""
+        factor = self.uses[0].factor
+        is_one = factor.adds_up or self.terms is not None
+        return 1 if is_one else factor.merged * factor.groups // self.num_samples
+
     def take(self, name: str) -> Any:
         """Return a quantity as a tensor that nobody else holds."""
         value = self[name]
@@ -168,17 +176,19 @@ class Products:
         return value
 
     def extract(self, exts: Sequence[Extension], save: Save) -> None:
-        """Save what extensions make of the quantities, which are dropped before.
+        """Write what extensions make of the quantities, unless other parts of the batch follow."""
+        if not (save.is_waiting and save.defers(self, exts)):
+            self.write(exts, save.write)
+
+    def write(self, exts: Sequence[Extension], write: Write) -> None:
+        """Write what extensions make of the quantities, which are dropped before.
 
         So a value that is no view of something else is saved without a copy.
         """
-        if save.is_waiting and save.defers(self, exts):
-            return
         values = [
             ext.extract(self) if ext.overrides_extract else self.take(ext.needs[0]) for ext in exts
         ]
         self._values.clear()
-        write = save.write
         for ext in exts:
             write(self.parameter, ext, values)
 
@@ -212,8 +222,14 @@ class Products:
 
     def _align(self, values: list[tuple[Tensor, Use]]) -> Tensor:
         """Sum the uses' ``[V, groups, *]`` over the uses, after merging groups to the fewest."""
-        fewest, merged = min(use.factor.groups for _, use in values), extracted.merge_groups
-        return reduce(add, [merged(v, 1, fewest, use.factor.adds_up) for v, use in values])
+        fewest = gcd(*[use.factor.groups for _, use in values])
+        each = []
+        for value, use in values:
+            if use.factor.adds_up:
+                each.append(value.unflatten(1, (fewest, -1)).sum(2))
+            else:
+                each.append(merge_groups(value, fewest, use.factor.merged))
+        return reduce(add, each)
 
     def _individual(self) -> Tensor:
         values = []
@@ -567,4 +583,7 @@ def extract(
         products = Products(p, uses, names, terms, own, *of_factors)
         if gradients is not None and p in owed:
             gradients[p] = products["gradient"]
-        products.extract(exts, save)
+        if save.is_waiting:
+            products.extract(exts, save)
+        else:
+            products.write(exts, save.write)

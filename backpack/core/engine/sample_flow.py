@@ -78,7 +78,7 @@ class SampleFlow:
     def visit(self, call: Visit, has_parameters: bool) -> None:
         """Look at a call, after all those that read its outputs.
 
-        Without parameters of this call or one before, nothing is computed.
+        ``has_parameters``: this call has some, or one reached before; no use is told until then.
         """
         rule = call.derivatives
         if call.is_container:

@@ -102,6 +102,8 @@ class SecondOrder:
             return
         are_constant_multiples = check_losses(plan, roots)
         self._check_support(plan, is_nested)
+        if not plan.calls:  # nothing but calls without a rule, of which a warning has told
+            return
         if self._reads_gradients and are_constant_multiples and plan.losses:
             for call in find_changed(plan, functions):
                 self._changed[f"{call!r} has returned"] = None

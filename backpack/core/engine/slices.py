@@ -14,6 +14,7 @@ from backpack.context import CTX, STATE, update
 from backpack.core import fast, memory
 from backpack.core.engine.extracted import Reduction, add
 from backpack.core.rows import Rows, row_numbers, take_rows
+from backpack.core.values import at_least_single
 
 CACHED_COLUMNS = fast.path("slices of columns", "Columns travel while they are in the cache.")
 
@@ -123,6 +124,9 @@ class Gathered:
             (self.reduction.column_axis, part.columns, part.all_columns),
         ]
         axes = [(axis, some, all_) for axis, some, all_ in places if axis is not None]
+        if isinstance(value, list) and not part.is_whole:
+            self.dtype = value[0].dtype
+            value = list(map(at_least_single, value))
         if part.is_whole or isinstance(value, list):
             self.value = value if self.value is None else add(self.value, value)
             return
@@ -160,9 +164,9 @@ class Gathered:
 
     def total(self) -> Any:
         """Return the quantity of all sources so far."""
-        value = self.value
-        if isinstance(value, Tensor) and self.dtype is not None:
-            value = value.to(self.dtype)
+        value, dtype = self.value, self.dtype
+        if dtype is not None:
+            value = [v.to(dtype) for v in value] if isinstance(value, list) else value.to(dtype)
         if self.before is None:
             return value
         if isinstance(value, Tensor) and self._can_add_in_place(value.shape):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from backpack.core.engine.extracted import (
     add,
 )
 from backpack.core.engine.products import Products
-from backpack.core.types import Extension, Save
+from backpack.core.types import Extension, Write
 
 JOINED = frozenset(JOINT_FACTORS.values())
 Map = Callable[[Tensor], Tensor]
@@ -63,7 +64,7 @@ class Statistics:
 
     unit: Any = None
     behind: str = ""
-    extract: Callable[[Save], None]
+    extract: Callable[[Write], None]
 
     def __init__(
         self,
@@ -206,14 +207,14 @@ class OfProducts(Statistics):
             _check_same_partner(self.products.parameter, *partners)
         return super().plus(other)
 
-    def extract(self, save: Save) -> None:
+    def extract(self, write: Write) -> None:
         """Make the results, and drop the statistics."""
         for name, count in self.numbers.items():
             if name:
                 self.values[name] = _multiplied(self.values[name], 1 / max(1, count))
         self.products.resume(self.values, self.numbers[""])
         self.values = {}
-        self.products.extract(self.exts, save)
+        self.products.write(self.exts, write)
 
 
 class OfRule(Statistics):
@@ -237,36 +238,9 @@ class OfRule(Statistics):
         rule = Reduction(sample_axis=axis, degree=OVER_PARTS[ext.needs[0]].degree)
         super().__init__(parameter, (ext,), {ext.savefield: value}, {ext.savefield: rule})
 
-    def extract(self, save: Save) -> None:
-        """Save the value."""
-        save(self.parameter, self.exts[0], self.values[self.exts[0].savefield])
-
-
-class SumOfMaps:
-    """The sum of linear maps ``[V, *p] -> [V, *p]``, times a factor, and summed over processes."""
-
-    def __init__(self, maps: Sequence[Map], factor: float, together: SumOfProcesses | None):
-        """Remember what to apply; if ``together``, all have to, to the same vectors."""
-        self.maps = tuple(maps)
-        self.factor = factor
-        self.together = together
-
-    def __call__(self, mat: Tensor) -> Tensor:
-        """Apply the sum to ``[V, *p]``, or ``[*p]``: same shape.
-
-        Raises:
-            ValueError: If the shape does not match.
-            RuntimeError: If a parameter was changed since the backward pass, or other processes
-                multiply other vectors, or fail.
-        """
-        return self._own(mat) if self.together is None else self.together(self._own, mat)
-
-    def _own(self, mat: Tensor) -> Tensor:
-        first, *others = self.maps
-        result = first(mat)
-        for one in others:
-            result = result + one(mat)
-        return result if self.factor == 1 else result * self.factor
+    def extract(self, write: Write) -> None:
+        """Write the value."""
+        write(self.parameter, self.exts[0], [self.values[self.exts[0].savefield]])
 
 
 class OfMaps(Statistics):
@@ -279,24 +253,25 @@ class OfMaps(Statistics):
 
     def scale(self, factor: float) -> None:
         """Multiply the map."""
+        own = self.map
         if factor != 1:
-            self.map = SumOfMaps([self.map], factor, None)
+            self.map = lambda mat: own(mat) * factor
 
     def set_totals(
         self, sums: Iterator[Tensor], counts: Iterator[int], together: SumOfProcesses
     ) -> None:
         """Sum products over processes, when they are computed."""
-        self.map = SumOfMaps([self.map], 1, together)
+        self.map = partial(together, self.map)
 
     def plus(self, other: OfMaps) -> OfMaps:
         """Add the maps."""
-        both = self.copy()
-        both.map = SumOfMaps([self.map, other.map], 1, None)
+        both, one, two = self.copy(), self.map, other.map
+        both.map = lambda mat: one(mat) + two(mat)
         return both
 
-    def extract(self, save: Save) -> None:
-        """Save the map."""
-        save(self.parameter, self.exts[0], self.map)
+    def extract(self, write: Write) -> None:
+        """Write the map."""
+        write(self.parameter, self.exts[0], [self.map])
 
 
 class Loaded:

@@ -28,8 +28,8 @@ class Trained:
     Attributes:
         owed: Those whose gradient this pass has to accumulate, in autograd's place.
         gradients: Of these, until they are accumulated.
-        accumulated: Whether there was a gradient before, of parameters whose result belongs to
-            this one.
+        accumulated: Whether ``p.grad`` had entries other than 0 before, of parameters whose
+            results belong to the gradient of this pass.
     """
 
     _restricted = True  # whether autograd tells which parameters it accumulates into

@@ -224,9 +224,6 @@ class HBP(SecondOrderBackpropExtension):
         """Return the list of Kronecker factors."""
         (first,) = self.needs
         factors = products.kronecker_factors(self.approximation, first, self.joint_bias)
-        most = self.max_factor_size
-        if most is None or max(map(len, factors), default=0) <= most:
-            return factors
         return self._limited(factors, products.parameter)
 
     def _limited(self, factors: list[Tensor], p: Tensor) -> list[Tensor]:
