@@ -366,8 +366,16 @@ class Identical(Asking):
         lambda m: 2 if m.training != False else 3,  # noqa: E712
         lambda m: 2 if f"{m.training}" == "True" else 3,
         lambda m: {"True": 2, "False": 3}[str(m.training)],
+        lambda m: 2 + int(m.training),
+        lambda m: 2 if m.training > 0 else 3,
+        lambda m: 2 if m.training <= False else 3,
+        lambda m: 2 + divmod(m.training, 1)[0],
+        lambda m: 3 - (m.training << 1),
     ],
-    ids=["2 +", "3 -", "float", "|", "!=", "format", "str"],
+    ids=[
+        *("2 +", "3 -", "float", "|", "!=", "format", "str"),
+        *("int", ">", "<=", "divmod", "<<"),
+    ],
 )
 def test_mode_in_a_number(how: Any) -> None:
     model, x = nn.Sequential(Asking(how)), torch.rand(4, 3)
@@ -375,6 +383,42 @@ def test_mode_in_a_number(how: Any) -> None:
     assert torch.equal(converted(x), model(x))
     with pytest.warns(UserWarning, match="branches on its training mode"):
         converted.eval()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x, mode: x + mode,
+        lambda x, mode: mode + x,
+        lambda x, mode: x * mode,
+        lambda x, mode: mode * x,
+        lambda x, mode: x / (1 + x.square() * mode),
+        lambda x, mode: x**mode,
+        lambda x, mode: torch.add(x, mode, alpha=2),
+        lambda x, mode: x.clone().add_(mode),
+    ],
+)
+def test_mode_as_an_operand(compute: Any) -> None:
+    """The converted model follows the mode, with quantities of either."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(compute(self.layer(x).sigmoid(), self.training))
+
+    model, x = Model(), torch.rand(4, 3)
+    converted = extend(copy.deepcopy(model), use_converter="trace")
+    for mode in (True, False, True):
+        assert torch.equal(converted.train(mode)(x), model.train(mode)(x))
+        with backpack(extensions.BatchGrad()):
+            extend(nn.MSELoss())(converted(x), torch.zeros(4, 2)).backward()
+        for p in converted.parameters():
+            torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+            p.grad = None
 
 
 def test_mode_that_is_compared_by_identity() -> None:

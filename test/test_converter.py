@@ -216,6 +216,8 @@ CASES: list[tuple[Run, str] | tuple[Run, str, tuple[Tensor, Tensor]]] = [
     ),
     (lambda m, x, y: x.chunk(2, 1)[1][0], "chunk ReduceTuple Slicing"),
     (lambda m, x, y: torch.hsplit(x, 2)[1], "hsplit ReduceTuple"),
+    (lambda m, x, y: x.unsqueeze(1).dsplit(2)[1], "unsqueeze dsplit ReduceTuple"),
+    (lambda m, x, y: x.frac(), "frac"),
     (lambda m, x, y: x.unbind(1)[-1], "unbind ReduceTuple"),
     (lambda m, x, y: torch.broadcast_tensors(x, y)[0], "broadcast_tensors ReduceTuple"),
     (lambda m, x, y: torch.cat([x, y], 1), "cat"),

@@ -762,6 +762,27 @@ def test_losses_with_weights(name: str, converter: str) -> None:
             torch.testing.assert_close(p.sqrt_ggn_exact.square().sum((0, 1)), truth)
 
 
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("converter", ["trace", "record"])
+def test_weights_of_a_loss_that_a_call_may_leave_out(converter: str, is_given: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, CLASSES)
+
+        def forward(self, x: Tensor, y: Tensor, w: Tensor | None = None) -> Tensor:
+            return F.cross_entropy(self.layer(x), y, weight=w)
+
+    torch.manual_seed(0)
+    plain, x, y = Model(), torch.rand(N, 4), torch.randint(CLASSES, (N,))
+    model, w = extend(copy.deepcopy(plain), use_converter=converter), torch.rand(CLASSES)
+    for given in (w if is_given else None, None if is_given else w):
+        with backpack(extensions.DiagHessian()):
+            model(x, y, *([] if given is None else [given])).backward()
+        truth = oracle.hessian_diag(plain.layer, nn.CrossEntropyLoss(given), x, y)
+        torch.testing.assert_close([p.diag_h for p in model.parameters()], truth)
+
+
 # Weights or targets that are parameters, and a target that is the prediction.
 TRAINED: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "weights": lambda m, h, y: F.cross_entropy(h, LABELS.double(), weight=m.weights),

@@ -54,11 +54,22 @@ def test_numbers_of_others_are_put_back(draw: Callable[[], float]) -> None:
         draw()
         raise KeyError
 
-    states = random.getstate(), str(numpy.random.get_state())
+    states = random.getstate(), str(numpy.random.get_state(legacy=False))
     assert evaluated_apart(draw)[1]
     with pytest.raises(KeyError):
         evaluated_apart(fails)
-    assert states == (random.getstate(), str(numpy.random.get_state()))
+    assert states == (random.getstate(), str(numpy.random.get_state(legacy=False)))
+
+
+def test_another_generator_of_numpy() -> None:
+    """Its state is no tuple."""
+    usual = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(numpy.random.PCG64(0))
+    try:
+        test_numbers_of_others_are_put_back(numpy.random.rand)
+        assert not evaluated_apart(lambda: torch.ones(3).sin())[1]
+    finally:
+        numpy.random.set_bit_generator(usual)
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,12 @@ from backpack.core.record.conversions import Apply
 from backpack.core.record.data_flow import (
     DENSE,
     FORM,
+    dense_advice,
     follow_data,
+    follow_not_dense,
+    is_dense,
+    note_miss,
     note_unbatched,
-    pass_by,
     tensors_in,
 )
 from backpack.core.record.data_notes import (
@@ -268,7 +271,13 @@ class Recorder(TorchFunctionMode):
         names = {id(p): name for name, p in self.root.named_parameters() if p.requires_grad}
         read = [names[id(x)] for x in tensors if id(x) in names]
         what = getattr(func, "__name__", "a function")
-        pass_by(self.root, read, what, tensors, result, BackwardPass.missed)
+        not_dense = next(x for x in tensors if not is_dense(x))
+        for y in tree_leaves(result):
+            if isinstance(y, Tensor) and not any(x is y for x in tensors):
+                if read:
+                    why = f"calls {what}, which {dense_advice(not_dense)}"
+                    note_miss(self.root, tensors, [y], why, BackwardPass.missed, read)
+                follow_not_dense(what, not_dense, y)
         return result
 
     def _follow(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:

@@ -37,6 +37,15 @@ class Apply:
     module: Module
     inputs: tuple[Any, ...]
 
+    def __post_init__(self) -> None:
+        """Refuse a training flag, which the result would not follow: a function does.
+
+        Raises:
+            TypeError: If one is among the inputs.
+        """
+        if TrainingFlag in map(type, self.inputs):
+            raise TypeError("A training flag is no input of a module.")
+
     @lazy
     def is_nested(self) -> bool:
         """Whether the results of other modules are among the inputs."""
@@ -118,13 +127,6 @@ def weight_norm(v: Any, g: Any, dim: Any = 0) -> Apply | None:
     return Apply(FunctionModule(weight_of_norm, [Slot(0), Slot(1), dim]), (v, g))
 
 
-def scaled(input: Any, factor: float) -> Any:
-    """Multiply something with a number."""
-    if is_number(input):
-        return input * factor
-    return input if factor == 1 else Apply(ScaleModule(factor), (input,))
-
-
 def add(input: Any, other: Any, *, alpha: Any = 1) -> Apply | None:
     """``input + other``: with another alpha, the sum is rounded once, as no module does."""
     return Apply(SumModule(), (input, other)) if _is_one(alpha) else None
@@ -134,7 +136,8 @@ def subtract(input: Any, other: Any, *, alpha: Any = 1) -> Apply | None:
     """``input - other``."""
     if not _is_one(alpha):
         return None
-    return Apply(SumModule.of_difference(), (input, scaled(other, -1)))
+    negative = -other if is_number(other) else Apply(ScaleModule(-1), (other,))
+    return Apply(SumModule.of_difference(), (input, negative))
 
 
 def _is_one(alpha: Any) -> bool:
@@ -296,11 +299,6 @@ def dropout(make: type[Module], default: bool = True) -> Callable[..., Module]:
         return switched(training, make, p)
 
     return options
-
-
-def plain_dropout(p: float, train: Any) -> Module:
-    """Dropout under the other name of its flag."""
-    return switched(train, nn.Dropout, p)
 
 
 def random_leaky_relu(lower: float = 1 / 8, upper: float = 1 / 3, training: Any = False) -> Module:

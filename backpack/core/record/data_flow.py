@@ -389,27 +389,6 @@ def is_dense(x: Tensor) -> bool:
     return FORM(x) in DENSE
 
 
-def pass_by(
-    root: Module,
-    names: Sequence[str],
-    function: str,
-    tensors: Sequence[Tensor],
-    result: Any,
-    missed: OnMiss,
-) -> None:
-    """Note what is not known of the result of a function of nested or sparse tensors.
-
-    ``names`` are the parameters of the model that it has read.
-    """
-    not_dense = next(x for x in tensors if not is_dense(x))
-    for y in tree_leaves(result):
-        if isinstance(y, Tensor) and not any(x is y for x in tensors):
-            if names:
-                why = f"calls {function}, which {dense_advice(not_dense)}"
-                note_miss(root, tensors, [y], why, missed, names)
-            follow_not_dense(function, not_dense, y)
-
-
 def follow_not_dense(function: str, x: Tensor, y: Tensor) -> None:
     """Note where the samples are in a tensor y that a function has made of a nested or sparse x."""
     mark = origin(y)

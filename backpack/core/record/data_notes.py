@@ -128,7 +128,8 @@ def _form(tensor: Tensor) -> Any:
 def note(tensor: Tensor, layout: Layout | None) -> None:
     """Remember where the samples of a tensor without a graph are; None: no longer known."""
     key = id(tensor)
-    notes = next((inputs.notes for inputs in reversed(_calls.running) if key in inputs.notes), None)
+    running = [inputs.notes for inputs in reversed(_calls.running) if key in inputs.notes]
+    notes = next((notes for notes in running if notes[key][2]() is tensor), None)
     if layout is None:
         (_of_data if notes is None else notes).pop(key, None)
     elif notes is not None:

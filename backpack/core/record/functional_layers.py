@@ -212,12 +212,11 @@ def group_norm(
 
 
 def loss(kind: type[Module]) -> Callable[..., Module | None]:
-    """Losses with tensors as weights; what is trained reaches a loss as its prediction alone."""
+    """Losses with tensors or None as weights; what is trained reaches the prediction alone."""
 
     def make(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Module | None:
-        weights = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        is_loss = weights and not any(x.requires_grad for x in (target, *weights))
-        return kind(*args, **kwargs) if is_loss else None
+        given = [x for x in (target, *args, *kwargs.values()) if isinstance(x, Tensor)]
+        return None if any(x.requires_grad for x in given) else kind(*args, **kwargs)
 
     return make
 

@@ -132,7 +132,7 @@ TABLE: tuple[Row, ...] = (
     *_rows(
         "torch.split .split torch.split_with_sizes .split_with_sizes",
         "torch.chunk .chunk torch.tensor_split .tensor_split",
-        "torch.hsplit .hsplit torch.vsplit .vsplit torch.dsplit",
+        "torch.hsplit .hsplit torch.vsplit .vsplit torch.dsplit .dsplit",
         "torch.unbind .unbind",
         result=TENSORS,
         is_view=True,
@@ -191,7 +191,8 @@ TABLE: tuple[Row, ...] = (
         *("torch.clamp torch.clip .clamp .clip", "torch.nan_to_num .nan_to_num"),
         *("torch.clamp_min .clamp_min", "torch.maximum .maximum torch.fmax .fmax"),
         *("torch.clamp_max .clamp_max", "torch.minimum .minimum torch.fmin .fmin"),
-        "torch.round .round torch.floor .floor torch.ceil .ceil torch.trunc .trunc torch.frac",
+        *("torch.round .round torch.floor .floor torch.ceil .ceil", "torch.trunc .trunc"),
+        "torch.frac .frac",
         "torch.floor_divide operator.floordiv .floor_divide",
         "torch.remainder operator.mod .remainder torch.fmod .fmod",
         "operator.eq torch.eq .eq operator.ne torch.ne .ne torch.isclose .isclose",
@@ -260,7 +261,7 @@ TABLE: tuple[Row, ...] = (
     Row("F.dropout3d", layer(dropout(nn.Dropout3d)), is_view=True),
     Row("F.alpha_dropout", layer(dropout(nn.AlphaDropout, False)), is_view=True),
     Row("F.feature_alpha_dropout", layer(dropout(nn.FeatureAlphaDropout, False)), is_view=True),
-    Row("torch.dropout", layer(to.plain_dropout), is_view=True),
+    Row("torch.dropout", layer(lambda p, train: to.switched(train, nn.Dropout, p)), is_view=True),
     Row("torchvision.ops.stochastic_depth.stochastic_depth", layer(to.drop_samples), is_view=True),
     # pooling and resizing
     Row("F.max_pool1d torch.max_pool1d", layer(to.max_pool(nn.MaxPool1d))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -182,8 +183,7 @@ def generator_states() -> tuple[Any, ...]:
     """Return the states of the generators of Python, NumPy, and torch on each kind of device."""
     of_numpy, numpy = None, sys.modules.get("numpy")
     if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        of_numpy = (kind, keys.tobytes(), *rest)
+        of_numpy = pickle.dumps(numpy.random.get_state(legacy=False))
     of_torch = [
         [_in_bytes(generator.get_state()) for generator in own] or None for own in _generators()
     ]
@@ -216,8 +216,7 @@ def set_generators(states: tuple[Any, ...]) -> None:
     random.setstate(of_python)
     if of_numpy is not None:
         numpy: Any = sys.modules["numpy"]
-        kind, keys, *rest = of_numpy
-        numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))
+        numpy.random.set_state(pickle.loads(of_numpy))
     for generators, known in zip(_generators(), of_torch, strict=True):
         for generator, state in zip(generators, known or (), strict=False):  # the rest is new
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))

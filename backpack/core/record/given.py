@@ -33,6 +33,8 @@ class Strided:
     Attributes:
         is_dense: Whether it is contiguous.
         pointer: Address of the first entry.
+        offset: Its place in the storage, in entries.
+        item: Bytes of an entry.
         shape: Its shape.
         stride: Its strides.
     """
@@ -88,12 +90,16 @@ class Given:
         return {x.shape[i] for x in self.tensors for i in axes if i < len(x.shape)}
 
     def is_moved(self, x: Tensor, axis: int, is_computed: bool) -> bool:
-        """Whether the memory of a tensor tells that its samples are not along an axis.
+        """Whether memory tells that the samples of a tensor are not where a layer takes them.
 
-        Functions of single entries keep the order of the axes in memory, as views do.
+        No layer has computed it: it is data, or a function of data, and functions of single entries
+        keep the order of the axes in memory, as views do. Arguments of the model have their samples
+        along the first axis, or along this one.
 
-        A layer reads it there, and no other has computed it. The model may have its samples along
-        that axis, too. ``is_computed``: it may be made of what the model was called with.
+        Args:
+            x: What the layer reads.
+            axis: Where it takes the samples.
+            is_computed: Whether it may be made of arguments of the model.
         """
         if axis == 0:
             for known in self.tensors:

@@ -172,8 +172,9 @@ class ParametersBefore:
     """What the calls of one backward pass read: parameters before its hooks have changed them.
 
     Attributes:
-        read: What calls that may read late read, each.
-        moved: Those of them whose parameters changed between the passes.
+        read: The parameters of each call that may read them late.
+        moved: Those calls of which a parameter was given other memory (``p.data = …``) since the
+            forward pass.
         kept: What parameters were; None if no call reads any, or none will any more.
     """
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from torch import Tensor
 from torch.fx.node import Node
+from torch.fx.proxy import Proxy
 
 from backpack.custom_module.function_module import Slot, leaves_in
 
@@ -41,7 +42,7 @@ class TrainingFlag(int):
     def __bool__(self) -> bool:
         """Report that the forward pass depends on the mode, and return the mode."""
         self.asked()
-        return int(self) != 0
+        return int.__bool__(self)
 
     def __eq__(self, other: object) -> bool:
         """Compare, which is asking, too."""
@@ -55,24 +56,27 @@ class TrainingFlag(int):
 
     def __repr__(self) -> str:
         """Return the mode."""
-        return repr(int(self) != 0)
+        return repr(int.__bool__(self))
 
     @classmethod
     def ask(cls, name: str) -> None:
         """Let a method that computes with the mode report that, too."""
 
         def method(self: TrainingFlag, *others: Any) -> Any:
-            self.asked()
-            return plain(int(self) != 0, *others)
+            if not any(isinstance(other, Proxy) for other in others):  # which record it
+                self.asked()
+            return plain(int.__bool__(self), *others)
 
         plain = getattr(bool, name)
         setattr(cls, name, method)
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor"):
+_BINARY = "add sub mul truediv floordiv mod divmod pow lshift rshift and or xor"
+_OTHERS = "int float index round format str neg pos abs invert lt le gt ge"
+for _name in _BINARY.split():
     TrainingFlag.ask(f"__{_name}__")
     TrainingFlag.ask(f"__r{_name}__")
-for _name in ("float", "format", "str", "neg", "invert"):
+for _name in _OTHERS.split():
     TrainingFlag.ask(f"__{_name}__")
 
 
@@ -90,7 +94,7 @@ def kind(argument: Any) -> Kind:
 
 def is_number(argument: Any) -> bool:
     """Return whether an argument is a real number that is known already."""
-    return isinstance(argument, (int, float)) and not isinstance(argument, bool)
+    return isinstance(argument, (int, float)) and not isinstance(argument, (bool, TrainingFlag))
 
 
 def is_static(*arguments: Any) -> bool:

@@ -148,7 +148,7 @@ def has_parameters(nodes: Sequence[Any]) -> bool:
 
 
 def is_output(node: Any) -> bool:
-    """Whether a node of the graph is that of an output which :func:`record` has set apart."""
+    """Whether a node of the graph is that of an output which :func:`own_node` has set apart."""
     return isinstance(node, BackpackOutput._backward_cls)
 
 

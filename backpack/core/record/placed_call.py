@@ -56,7 +56,8 @@ class PlacedCall(ModuleState):
         layouts_out: Where the samples are in each output; None for a loss, and if it is not known.
         relied_on: What was known of the inputs when the rule found the layouts of the outputs.
         misplaced: What is wrong with the place of the batch axis, if anything.
-        awaits_functions: Whether that is known once the functions are that have computed an input.
+        awaits_functions: Whether ``misplaced`` may be corrected once the functions that have
+            computed an input are read from the graph.
         mixed_data: What has mixed the samples of an input that no gradient flows through.
         couples_samples: Whether the rule says that the output of a sample depends on others.
         rows_are_samples: Whether it is known that the rows of all tensors are the samples.

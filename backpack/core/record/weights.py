@@ -54,11 +54,6 @@ def version_of(tensor: Any) -> int:
         return 0
 
 
-def state_of(read: Iterable[Mapping[str, Tensor | None]]) -> list[State]:
-    """Tell parameters and buffers from those before a change."""
-    return list(map(state_of_one, tensors_of(read)))
-
-
 def addresses_of(read: Sequence[dict[str, Any]]) -> tuple[int, ...]:
     """Return where parameters are in memory; nothing if one has none of its own."""
     try:
