@@ -192,7 +192,7 @@ class Worker:
         return {"plain": found["plain"], "seconds": found["seconds"], "parts": parts}
 
     def answer(self, job: Job) -> dict[str, Any]:
-        """Do a job; an error becomes its first line."""
+        """Do a job; an error becomes its first line. One of memory is a limit of the machine."""
         try:
             self.load(job.problem)
             return self.first(job.quantity) if job.first else self.round(job.quantity)
@@ -201,7 +201,13 @@ class Worker:
         except NotImplementedError as error:
             return {"absent": first_line(error)}
         except Exception as error:
-            return {"error": first_line(error)}
+            return {"limit" if is_of_memory(error) else "error": first_line(error)}
+
+
+def is_of_memory(error: Exception) -> bool:
+    """Whether there was not enough memory: on a CPU, torch says so in words alone."""
+    kinds = MemoryError, torch.OutOfMemoryError
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 def first_line(error: BaseException) -> str:

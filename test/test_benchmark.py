@@ -21,7 +21,7 @@ from benchmark.plots import plot
 from benchmark.problems import ALL, PROBLEMS, TINY
 from benchmark.quantities import EVERY, FIRST, NONE, QUANTITIES, SETS
 from benchmark.report import environment, markdown
-from benchmark.worker import fingerprint
+from benchmark.worker import Job, Worker, fingerprint
 
 LIGHT = [name for name in PROBLEMS if not name.startswith(("allcnnc", "wrn", "resnet"))]
 RATES = Rates(operations=1e11, bytes=1e10)
@@ -36,6 +36,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     libraries = ["--libraries", "backpack", "vmap", "loop"]
     assert main([*arguments, *libraries, "--rounds", "2", "--threads", "1", "--out", str(out)]) == 0
     return out
+
+
+@pytest.mark.parametrize(
+    ("status", "work"),
+    [("limit", lambda: torch.empty(2**50)), ("error", lambda: torch.empty(-1))],
+)
+def test_a_lack_of_memory_is_a_limit(
+    status: str, work: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Worker, "load", lambda self, problem: work())
+    (found,) = Worker("backpack", "cpu", "cpu").answer(Job("tiny", NONE, first=True)).items()
+    assert found[0] == status and found[1].startswith("RuntimeError: ")
 
 
 def contents(results: Path) -> dict[str, Any]:

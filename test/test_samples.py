@@ -529,24 +529,45 @@ def test_a_table_before_the_data(
 @CONVERTERS
 def test_arguments_that_do_not_tell_which_has_the_samples(converter: Any) -> None:
     """Two tables and one tensor of data: the output says that the choice was wrong."""
-    for summed, match in ((False, "4 was taken for"), (True, "4 was taken for")):
-        model = extend(
-            Function(
-                lambda m, a, b, x, s=summed: (
-                    m.head(m.layer(x * a) + b).sum(1) if s else m.head(m.layer(x * a) + b)
-                )
-            ),
-            use_converter=converter,
-        )
-        given = torch.randn(4, 3), torch.randn(4, 3), torch.randn(5, 4, 3)
-        f = model(*given)
-        loss = extend(nn.MSELoss())(f, torch.zeros_like(f))
-        with pytest.raises(ValueError, match=match), backpack(extensions.BatchGrad()):
-            loss.backward()
-        f = model(given[0][None], given[1][None], given[2])
-        with backpack(extensions.BatchGrad()):
-            extend(nn.MSELoss())(f, torch.zeros_like(f)).backward()
-        assert model.layer.weight.grad_batch.shape == (5, 3, 3)
+    model = extend(
+        Function(lambda m, a, b, x: m.head(m.layer(x * a.sum(-2)) + b.sum(-2))),
+        use_converter=converter,
+    )
+    given = torch.randn(4, 3), torch.randn(4, 3), torch.randn(5, 3)
+    f = model(*given)
+    loss = extend(nn.MSELoss())(f, torch.zeros_like(f))
+    with pytest.raises(ValueError, match="4 was taken for"), backpack(extensions.BatchGrad()):
+        loss.backward()
+    f = model(given[0][None], given[1][None], given[2])
+    with backpack(extensions.BatchGrad()):
+        extend(nn.MSELoss())(f, torch.zeros_like(f)).backward()
+    assert model.layer.weight.grad_batch.shape == (5, 3, 3)
+
+
+@CONVERTERS
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("n", [1, 5])
+def test_tables_of_what_samples_have(n: int, summed: bool, converter: Any) -> None:
+    """They have as many rows as a sample has: also if there is one sample alone."""
+
+    def function(m: Any, x: Tensor, a: Tensor, mask: Tensor) -> Tensor:
+        h = m.head(m.layer(x * a))
+        h = h.masked_fill(mask, 0.0)
+        return h.sum(1) if summed else h.flatten(0, 1)
+
+    model = Function(function)
+    x, a, mask = torch.randn(n, 4, 3), torch.randn(4, 3), torch.rand(4, 2) > 0.5
+    plain, extended = copy.deepcopy(model), extend(model, use_converter=converter)
+    f = extended(x, a, mask)
+    with backpack(extensions.BatchGrad()):
+        extend(nn.MSELoss(reduction="sum"))(f, torch.zeros_like(f)).backward()
+    for i in range(n):
+        plain.zero_grad()
+        plain(x[i : i + 1], a, mask).square().sum().backward()
+        for p, q in zip(extended.parameters(), plain.parameters(), strict=True):
+            if q.grad is not None:
+                assert len(p.grad_batch) == n
+                torch.testing.assert_close(p.grad_batch[i], q.grad)
 
 
 def test_data_that_is_no_argument_is_named() -> None:

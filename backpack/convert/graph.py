@@ -87,6 +87,11 @@ SPECIALIZED = (
     "The forward pass was converted with the default value: for others, record its functions, "
     'extend(model, use_converter="record").'
 )
+# Functions without a row that says so whose result may share its memory with their input.
+SHARING = {
+    *("atleast_1d", "atleast_2d", "atleast_3d", "einsum", "real", "resolve_conj", "resolve_neg"),
+    *("sum_to_size", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"),
+}
 # Modules whose result may share its memory with their input.
 VIEWS = (
     *(nn.Identity, nn.Flatten, nn.Unflatten, _DropoutNd),
@@ -397,7 +402,7 @@ class _Converter:
         function = look_up(node)
         if nodes_in(node.kwargs.get("out")):
             raise self._error(node, "has an argument 'out'. Use what the function returns.")
-        changed: Any = node.args[0] if function.in_place and node.args else None
+        changed: Any = (*node.args, node.kwargs.get("input"))[0] if function.in_place else None
         if not isinstance(changed, Node) or kind(changed) not in (TENSOR, UNKNOWN):
             changed = None  # numbers and tuples do not change: a new one gets their name
         source = None if changed is None else changed.meta["backpack_memory"][0]
@@ -432,14 +437,15 @@ class _Converter:
                 what = row.convert(*args, **kwargs)
             except (TypeError, ValueError, AssertionError):  # arguments that the module refuses
                 what = None
-        if what is None:
+        if what is None or what.takes_flag:  # which a function follows
             result = self._as_function(node, function)
         else:
             result = self._apply(node, what, name_of(function), describe_function(node.target))  # type: ignore[arg-type]
         result.meta["backpack_kind"] = what_kind
-        is_view = row is not None and row.is_view and what_kind != VALUE
-        if is_view and args and isinstance(args[0], Node):
-            memory = args[0].meta["backpack_memory"]
+        is_view = (row is not None and row.is_view) or name_of(function) in SHARING
+        read = nodes_in(args, kwargs)
+        if is_view and what_kind != VALUE and read:
+            memory = read[0].meta["backpack_memory"]
             if function.target is operator.getitem:
                 result.meta["backpack_item"] = args
                 if type(args[1]) is int:

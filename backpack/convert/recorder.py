@@ -58,7 +58,14 @@ from backpack.core.record.data_notes import (
 )
 from backpack.core.record.functions import Row
 from backpack.core.record.in_place import former_of
-from backpack.core.record.kinds import ATTRIBUTES_TENSOR, ATTRIBUTES_VALUE, VALUE
+from backpack.core.record.kinds import (
+    ATTRIBUTES_TENSOR,
+    ATTRIBUTES_VALUE,
+    MEMORY,
+    MOVES,
+    RESHAPES,
+    VALUE,
+)
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.lookup import (
     COPY,
@@ -170,6 +177,7 @@ class Recorder(TorchFunctionMode):
         self.silent = 0
         self.is_away = False
         self.opened: list[Module] = []
+        self.entered: list[Module] = []
         self.has_changes = self.has_derivatives = False
         self.versions: list[int] = []
         self.generators: tuple[Any, ...] = ()
@@ -336,7 +344,11 @@ class Recorder(TorchFunctionMode):
 
     def _in_place(self, func: Any, function: Function, args: Any, kwargs: Any) -> Any:
         """Change the first argument, and record the change as a function of its former value."""
-        if args[0]._base is not None:
+        if not args:  # torch.relu_(input=x)
+            args, kwargs = (kwargs["input"],), {k: x for k, x in kwargs.items() if k != "input"}
+        row = function.row  # of unsqueeze_ and the like: no entry changes, nor does the base
+        is_form = row is not None and row.is_view and row.treatment in (MEMORY, MOVES, RESHAPES)
+        if args[0]._base is not None and not is_form:
             return self._in_place_of_view(func, function, args, kwargs)
         before = former_of(args[0])
         given, options = _formers(args[0], (args[1:], kwargs))

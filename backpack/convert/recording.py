@@ -229,6 +229,7 @@ def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
     if recorder is None:
         return None
     is_outermost, read = not recorder.silent, None
+    recorder.entered.append(module)
     recorder.pause()
     if is_outermost and torch.is_grad_enabled() and not STATE.get().disabled:
         tensors = tensors_among((*args, *kwargs.values()) if kwargs else args)
@@ -268,8 +269,9 @@ def _leave_leaf(module: Module, args: Any, kwargs: Any, output: Any) -> Any:
             torch._dynamo.skip_frame()
         return None
     recorder = _recorder()
-    if recorder is None:
-        return None
+    if recorder is None or module not in recorder.entered:
+        return None  # a hook before ours has raised
+    recorder.entered.remove(module)
     if recorder.opened and recorder.opened[-1] is module:
         recorder.opened.pop()
         return None

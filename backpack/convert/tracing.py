@@ -328,6 +328,17 @@ def _is_constant(name: str) -> bool:
     return name.startswith("_tensor_constant")
 
 
+def _codes(kind: type[Module]) -> Iterator[CodeType]:
+    """List the code of the methods of a module, and that of functions in them."""
+    own = (each for each in kind.__mro__ if not each.__module__.startswith("torch."))
+    waiting = [getattr(f, "__code__", None) for each in own for f in vars(each).values()]
+    while waiting:
+        code = waiting.pop()
+        if isinstance(code, CodeType):
+            yield code
+            waiting += code.co_consts
+
+
 def _compares_identity(code: CodeType) -> bool:
     """Whether a function asks if some ``training`` is True or False itself: no flag is."""
     steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
@@ -393,8 +404,7 @@ class BackpackTracer(Tracer):
                 as_they_are += (f"{name}.",)
             if f"{name}.".startswith(as_they_are):
                 continue
-            code = getattr(type(m).forward, "__code__", None)
-            if code is not None and _compares_identity(code):
+            if any(map(_compares_identity, _codes(type(m)))):
                 raise ConversionError(
                     f"The forward of {type(m).__name__} compares its training mode by identity "
                     "(self.training is True), which nothing can follow: write if self.training."

@@ -59,7 +59,8 @@ class WeightedLoss(Module):
                 f"WeightedLoss needs one weight for each sample: the losses have shape "
                 f"{list(losses.shape)}, the weights {list(weights.shape)}."
             )
-        total = (losses.reshape(len(losses), -1).sum(1) * weights).sum()
+        rows = losses.flatten(1) if losses.dim() > 1 else losses.unsqueeze(1)
+        total = (rows.sum(1) * weights).sum()
         return total / losses.numel() if self.reduction == "mean" else total
 
     def extra_repr(self) -> str:

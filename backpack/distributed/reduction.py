@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from textwrap import shorten
@@ -12,6 +13,7 @@ from torch import Tensor, distributed
 
 from backpack.core.engine.statistics import Map, Statistics
 from backpack.core.record.averaging import Processes
+from backpack.core.types import Extension
 from backpack.distributed import agreement
 from backpack.distributed.shards import Piece, scattered
 from backpack.distributed.sums import all_reduced, exact_total, precision
@@ -87,7 +89,12 @@ def tell(processes: Processes, error: Exception) -> None:
 
 
 def _what(part: Statistics) -> str:
-    return f"{', '.join(map(repr, part.exts))} of {part.name.shown}"
+    return f"{', '.join(map(_named, part.exts))} of {part.name.shown}"
+
+
+def _named(ext: Extension) -> str:
+    """Show an extension as all processes do: objects among its options have other addresses."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(ext))
 
 
 def _product(processes: Processes, what: str, own: Map, mat: Tensor) -> Tensor:
@@ -165,13 +172,13 @@ def _plan(parts: Sequence[Statistics], error: Exception | None) -> tuple[str, st
         text = agreement.stopped(error)
         return text, text
     lines = [
-        f"{part.name.key} {part.behind}{', '.join(map(repr, part.exts))}: {part.signature()}"
+        f"{part.name.key} {part.behind}{', '.join(map(_named, part.exts))}: {part.signature()}"
         for part in parts
     ]
     parameters: dict[str, list[str]] = {}
     for part in parts:
         for ext in part.exts:
-            parameters.setdefault(f"{part.behind}{ext!r}", []).append(part.name.shown)
+            parameters.setdefault(f"{part.behind}{_named(ext)}", []).append(part.name.shown)
     short = [
         f"{ext} of {len(names)} parameters ({shorten(' '.join(names), 120, placeholder=' …')})"
         for ext, names in parameters.items()

@@ -11,6 +11,7 @@ from backpack.hessianfree.graph import nodes_above
 from backpack.hessianfree.lop import L_op, as_tuple, check_same_shapes, vjp
 
 
+@torch.inference_mode(False)
 def hessian_vector_product(
     f: Tensor,
     params: Tensor | Iterable[Tensor],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 
+@torch.inference_mode(False)
 def L_op(
     ys: Tensor | Iterable[Tensor],
     xs: Tensor | Iterable[Tensor],
@@ -69,19 +71,33 @@ def vjp(
     if not varying or not xs:
         return tuple(x.new_zeros((*stacked, *x.shape)) for x in xs)
     alone = stacked == (1,)  # vectorising costs time, and not every function can be vectorised
-    products = torch.autograd.grad(
-        [ys[i] for i in varying],
-        xs,
-        grad_outputs=[ws[i].squeeze(0) if alone else ws[i] for i in varying],
-        retain_graph=retain_graph,
-        create_graph=not detach,
-        allow_unused=True,
-        is_grads_batched=several and not alone,
-    )
+    with without_hooks(xs):
+        products = torch.autograd.grad(
+            [ys[i] for i in varying],
+            xs,
+            grad_outputs=[ws[i].squeeze(0) if alone else ws[i] for i in varying],
+            retain_graph=retain_graph,
+            create_graph=not detach,
+            allow_unused=True,
+            is_grads_batched=several and not alone,
+        )
     return tuple(
         x.new_zeros((*stacked, *x.shape)) if p is None else p.unsqueeze(0) if alone else p
         for x, p in zip(xs, products, strict=True)
     )
+
+
+@contextmanager
+def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Set the hooks of leaves aside, which change gradients, and no Jacobian."""
+    held = [(own, dict(own)) for x in tensors if x.is_leaf and (own := x._backward_hooks)]
+    try:
+        for own, _ in held:
+            own.clear()
+        yield
+    finally:
+        for own, hooks in held:
+            own.update(hooks)
 
 
 def as_tuple(tensors: Tensor | Iterable[Tensor]) -> tuple[Tensor, ...]:

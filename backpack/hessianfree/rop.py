@@ -12,6 +12,7 @@ from backpack.hessianfree.graph import nodes_above
 from backpack.hessianfree.lop import L_op, as_tuple, check_same_shapes, vjp
 
 
+@torch.inference_mode(False)
 def R_op(
     ys: Tensor | Iterable[Tensor],
     xs: Tensor | Iterable[Tensor],

@@ -120,7 +120,7 @@ class Influence(Attribution):
             damping = float(self.curvature.trace()) / self.curvature.shape[0] / 10
         if damping < 0:
             raise ValueError(f"The damping has to be at least 0, got {damping}.")
-        return damping
+        return float(damping)
 
     def precondition(self, vectors: Tensor) -> Tensor:
         """Return ``(H + λ I)⁻¹ V``, ``[P, V] -> [P, V]``."""
@@ -236,7 +236,7 @@ class Influence(Attribution):
         elif self.curvature is not None:
             raise ValueError(f"{self.curvature!r} is matrix-free: there are no factors to save.")
         if not self._objective.rank:
-            known = {"damping": repr(self.damping), "weights": json.dumps(self._weights)}
+            known = {"damping": repr(float(self.damping)), "weights": json.dumps(self._weights)}
             known["reduction"] = str(self._objective.reduction)
             save_tensors(path, tensors, {**known, **self._shapes()})
 

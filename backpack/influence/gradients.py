@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from backpack.context import without_autocast
 from backpack.core.values import at_least_single
 from backpack.distributed.data_group import ProcessGroupChoice
 from backpack.extensions import BatchL2Grad, ProjectedGrad
@@ -67,9 +68,12 @@ class TracIn(Attribution):
         """
         options = (params, measure, use_converter, progress, process_group)
         super().__init__(model, loss_function, train_data, *options)
+        if isinstance(checkpoints, Mapping):
+            raise ValueError("TracIn needs a list of state dictionaries, got one: give [state].")
         self._checkpoints = list(checkpoints)
-        self._rates = [1.0] * len(checkpoints) if learning_rates is None else [*learning_rates]
-        if not checkpoints or len(self._rates) != len(self._checkpoints):
+        count = len(self._checkpoints)
+        self._rates = [1.0] * count if learning_rates is None else [*learning_rates]
+        if not self._checkpoints or len(self._rates) != count:
             raise ValueError(
                 f"Needs checkpoints, and a learning rate for each: got {len(self._checkpoints)} "
                 f"and {len(self._rates)}."
@@ -242,14 +246,16 @@ class ProjectedInfluence(Attribution):
                 self._weight += weight * counts
                 rows.append(torch.stack(found).sum(0)[: None if counts else 0])
         self.features = torch.cat(rows)
-        wide = at_least_single(self.features)
-        F, weight = self._objective.total(
-            "features of ProjectedInfluence", [wide.T @ wide], self._weight
-        )
+        # there are often fewer samples than directions: rounding of F must not exceed λ
+        is_double = self.features.device.type != "mps"
+        wide = self.features.double() if is_double else at_least_single(self.features)
+        with without_autocast():
+            F, weight = self._objective.total(
+                "features of ProjectedInfluence", [wide.T @ wide], self._weight
+            )
         self._number_of_terms = self._objective.norm(weight)
-        F = F / self._number_of_terms
-        eye = torch.eye(len(F), dtype=F.dtype, device=F.device)
-        self._root = torch.linalg.cholesky(F + damping * eye)
+        self._information = F / self._number_of_terms
+        self._factored: tuple[float, Tensor] | None = None
 
     def _each_batch(
         self, queries: Any, folder: str | Path | None
@@ -258,7 +264,9 @@ class ProjectedInfluence(Attribution):
             raise ValueError("Features are kept: there is nothing to write to a folder.")
         self._check_weights()
         of_queries = torch.stack(self._of_queries(queries, self._projection)).sum(0)
-        yield self._weight, {"": self._checked(of_queries) @ self._solved(self.features).T}
+        with without_autocast():
+            scores = self._checked(of_queries) @ self._solved(self.features).T
+        yield self._weight, {"": scores}
 
     def scores(self, queries: Any, by: By = "model", folder: str | Path | None = None) -> Any:
         """Compute ``[Q, N]`` as :meth:`~backpack.influence.Influence.scores`; not by parameters."""
@@ -267,7 +275,13 @@ class ProjectedInfluence(Attribution):
         return super().scores(queries, by, folder)
 
     def _solved(self, rows: Tensor) -> Tensor:
-        return torch.cholesky_solve(rows.T.to(self._root), self._root).T.to(rows)
+        known, F = self._factored, self._information
+        if known is None or known[0] != self.damping:
+            eye = torch.eye(len(F), dtype=F.dtype, device=F.device)
+            known = float(self.damping), torch.linalg.cholesky(F + self.damping * eye)
+            self._factored = known
+        root = known[1]
+        return torch.cholesky_solve(rows.T.to(root), root).T.to(rows)
 
     def self_scores(self) -> Tensor:
         """Compute the influence of each training sample on its own loss, ``[N]``."""

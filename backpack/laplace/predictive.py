@@ -12,6 +12,7 @@ from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss
 
 from backpack import disable
 from backpack.laplace.posterior import Posterior
+from backpack.linalg.extended import ALONE
 from backpack.linalg.ntk import output_covariances
 from backpack.linalg.structured import SpectralOperator
 from backpack.utils.convert_parameters import parameter_list_to_vector, vector_to_parameter_list
@@ -82,7 +83,7 @@ class Predictive(Posterior):
         for weights in self.sample_weights(num_samples, generator):
             pieces = vector_to_parameter_list(weights, params)
             state = dict(zip(self._names, pieces, strict=True))
-            with torch.no_grad(), disable():
+            with ALONE, torch.no_grad(), disable():  # the model has the weights for a moment
                 output = functional_call(model, state, (X,))
                 found.append(output.unsqueeze(-1).flatten(1))
         return torch.stack(found)

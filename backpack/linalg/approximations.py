@@ -202,8 +202,8 @@ class KroneckerGGN(KroneckerOperator):
             if max_factor_size == MAX_FACTOR_SIZE:
                 max_factor_size = None
         ext = _KroneckerSums(chosen, mc_samples, approximation, joint_bias, max_factor_size)
-        totals, norm = _totals(objective, ext)
-        own = objective.params
+        totals, weights = _totals(objective, ext)
+        own, norm = objective.params, objective.norm(weights)
         blocks = [ext.factors(p, sums, norm) for p, sums in zip(own, totals, strict=True) if sums]
         super().__init__(blocks, ext.order(own))
         self.of_loss = objective.of_loss
@@ -273,7 +273,8 @@ class EKFAC(EigenOperator):
         )
         params = objective.params
         factors = _KroneckerSums(strategies(fisher, mc_samples), mc_samples, **options)
-        totals, norm = _totals(objective, factors)
+        totals, weights = _totals(objective, factors)
+        norm = objective.norm(weights)
         bases = {
             p: [eigh_semidefinite(f, in_double=True)[1] for f in factors.factors(p, sums, norm)]
             for p, sums in zip(params, totals, strict=True)
@@ -281,10 +282,11 @@ class EKFAC(EigenOperator):
         if objective.group is not None:  # rounding may turn eigenvectors on other machines
             bases = {p: objective.group.of_first(own) for p, own in bases.items()}
         totals, again = _totals(objective, _EigenSquares(template, bases))
-        if not isclose(norm, again):
+        if not isclose(weights, again):
             raise ValueError(
-                f"The data has changed between the two passes of EKFAC: they count {norm:g} and "
-                f"{again:g} terms of the loss. It has to be the same, in any order."
+                f"The data has changed between the two passes of EKFAC: they count {weights:g} and "
+                f"{again:g} terms of the loss (batches, if it is a sum). It has to be the same, in "
+                "any order."
             )
         joined = factors.bias_of
         shapes = {p: Size(map(len, bases[p])) if p in joined else p.shape for p in params}
@@ -413,8 +415,10 @@ class _KroneckerSums(HBP):
 
 
 def _diagonal(objective: Objective, ext: BackpropExtension) -> Tensor:
-    totals, norm = _totals(objective, ext)
-    return (parameter_list_to_vector(totals) / norm).to(objective.params[0].dtype)
+    totals, weights = _totals(objective, ext)
+    return (parameter_list_to_vector(totals) / objective.norm(weights)).to(
+        objective.params[0].dtype
+    )
 
 
 def _totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any], float]:
@@ -426,7 +430,7 @@ def _totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any], fl
 
     Returns:
         For each parameter the sum over the batches (of all processes), for their losses times their
-        weights, in at least single precision, and what the sums are to be divided by.
+        weights, in at least single precision, and the sum of the weights.
     """
     with objective.telling():
         totals, weights = _own_totals(objective, ext)
@@ -438,7 +442,7 @@ def _totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any], fl
         totals = tree_unflatten(flat, structure)
         if isinstance(ext, _KroneckerSums):
             ext.sum_counts(objective.group, objective.params)
-    return totals, objective.norm(weights)
+    return totals, weights
 
 
 def _own_totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any], float]:

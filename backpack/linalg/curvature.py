@@ -389,9 +389,11 @@ class FisherMC(JacobianOperator):
         group = self._objective.group
         rank, size = (0, 1) if group is None else (group.rank, group.size)
         seed = (1_000_003 * self._seed + self._number) * size + rank
-        with OwnGenerators(seed), torch.no_grad():
-            drawn = hessian.drawn_root(self._mc_samples)  # [M, N, *out]
         self._number += 1
+        if not len(prediction):  # an empty batch, for which nothing is drawn
+            return loss, torch.zeros_like
+        with OwnGenerators(seed % 2**63), torch.no_grad():
+            drawn = hessian.drawn_root(self._mc_samples)  # [M, N, *out]
 
         def curvature(tangents: Tensor) -> Tensor:
             s, flat = (each.unsqueeze(-1).flatten(2) for each in (drawn, tangents))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
+from backpack.core.values import at_least_single
 from backpack.linalg.algebra import known_spectrum
 from backpack.linalg.estimators import Estimate, Randomness, average, certain, randomness
 from backpack.linalg.operators import LinearOperator, one_number
@@ -76,8 +77,11 @@ class SpectralDensity:
             ``[B]`` numbers, and their standard errors.
         """
         place = torch.bucketize(self.nodes, edges.to(self.nodes), right=True)  # 0: below all
-        counts = self.nodes.new_zeros(len(self.nodes), len(edges) + 1)
-        return self._average(self.size * counts.scatter_add(1, place, self.weights)[:, 1:-1].T)
+        # many small weights, whose sum would stop to grow in single precision
+        wide = self.nodes.dtype if self.nodes.device.type == "mps" else torch.float64
+        counts = self.nodes.new_zeros(len(self.nodes), len(edges) + 1, dtype=wide)
+        counts = counts.scatter_add(1, place, self.weights.to(wide))[:, 1:-1].T
+        return self._average((self.size * counts).to(self.nodes.dtype))
 
     def _average(self, each: Tensor) -> Estimate:
         if not self.products:
@@ -123,7 +127,7 @@ def spectral_density(
     size = operator.shape[0]
     spectrum = known_spectrum(operator)
     if spectrum is not None:
-        nodes = spectrum.unsqueeze(0)
+        nodes = at_least_single(spectrum).unsqueeze(0)
         return SpectralDensity(nodes, torch.full_like(nodes, 1 / size), size, 0)
     draw = randomness(operator, generator, vectors_at_once, False)
     start = draw.normal(num_vectors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from inspect import signature
+from threading import RLock
 from typing import Any, Literal
 
 from torch.nn import Module, Parameter
@@ -29,6 +30,10 @@ HOOKS = (
 OTHERS = ("_call_impl", "__prepare_scriptable__")
 
 
+# One thread at a time extends a model or a loss for a moment: others might share them.
+ALONE = RLock()
+
+
 @contextmanager
 def extended(module: Module, use_converter: UseConverter = "record") -> Iterator[Module]:
     """Yield what :func:`backpack.extend` makes of a model or a loss, and undo that in the end.
@@ -36,14 +41,15 @@ def extended(module: Module, use_converter: UseConverter = "record") -> Iterator
     A model that was extended with a converter stays as it is, and one that has a rule itself needs
     none.
     """
-    before = [(child, *_state(child)) for child in module.modules()]
-    known = isinstance(module, ConvertedModule) or is_recorded(module)
-    how: Any = not known and derivatives_of(module) is None and use_converter
-    try:
-        yield extend(module, use_converter=how)
-    finally:
-        for child, attributes, hooks in before:
-            _restore(child, attributes, hooks)
+    with ALONE:
+        before = [(child, *_state(child)) for child in module.modules()]
+        known = isinstance(module, ConvertedModule) or is_recorded(module)
+        how: Any = not known and derivatives_of(module) is None and use_converter
+        try:
+            yield extend(module, use_converter=how)
+        finally:
+            for child, attributes, hooks in before:
+                _restore(child, attributes, hooks)
 
 
 def built(

@@ -13,7 +13,13 @@ from backpack import backpack, disable
 from backpack.core.derivatives.math_attention import math_attention
 from backpack.hessianfree.lop import vjp
 from backpack.hessianfree.rop import check_adjoint
-from backpack.linalg.objective import Objective, check_read_again, flattened, real_output_of
+from backpack.linalg.objective import (
+    Objective,
+    check_has_batches,
+    check_read_again,
+    flattened,
+    real_output_of,
+)
 from backpack.linalg.operators import LinearOperator
 from backpack.linalg.order import SameInEachPass, SeenBatches, check_not_shuffled
 
@@ -78,6 +84,7 @@ class Jacobian(LinearOperator):
         if vectors_at_once < 1:
             raise ValueError(f"vectors_at_once has to be at least 1, got {vectors_at_once}.")
         check_read_again(type(self).__name__, data)
+        check_has_batches(data)
         check_not_shuffled("A Jacobian numbers its rows", data, between_passes=True)
         # the norm of the outputs, below, is that of the rows in any order
         inputs = SameInEachPass(type(self).__name__, _Inputs(data), 64)

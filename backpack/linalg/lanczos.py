@@ -16,6 +16,23 @@ RESTARTS = 50
 
 
 def eigenpairs(A: LinearOperator, k: int, which: str, tolerance: float, start: Any) -> Pairs:
+    """Return k eigenpairs: those of a matrix of about unit size, as ARPACK's accuracy is absolute.
+
+    Arguments are those of :func:`_eigenpairs`.
+    """
+    unit = A.dtype.type(abs(A @ start).max())
+    if not (unit and numpy.isfinite(unit)):
+        return _eigenpairs(A, k, which, tolerance, start)
+
+    def product(x: Any) -> Any:
+        return (A @ x) / unit
+
+    scaled = LinearOperator(A.shape, product, product, product, A.dtype, product)
+    values, vectors = _eigenpairs(scaled, k, which, tolerance, start)
+    return values * unit, vectors
+
+
+def _eigenpairs(A: LinearOperator, k: int, which: str, tolerance: float, start: Any) -> Pairs:
     """Return k eigenpairs.
 
     Args:
@@ -33,7 +50,7 @@ def eigenpairs(A: LinearOperator, k: int, which: str, tolerance: float, start: A
     if which == "LA":
         return _largest(A, k, tolerance, start, nothing)
     if which == "BE":
-        largest = eigenpairs(A, k - k // 2, "LA", tolerance, start)
+        largest = _eigenpairs(A, k - k // 2, "LA", tolerance, start)
         if k == 1:
             return largest
         return _joined(_smallest(A, k // 2, tolerance, start, largest[1]), largest)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack import backpack, disable
+from backpack.context import without_autocast
 from backpack.core.engine.factored import FactoredGrad
 from backpack.extensions import BatchGrad
 from backpack.linalg.extended import UseConverter, extended
@@ -74,19 +75,28 @@ class NTK:
         return sum(grams[1:], start=grams[0])
 
     def traced(self) -> Tensor:
-        """Return the sum over equal outputs, ``[N, M]``."""
+        """Return the sum over equal outputs, ``[N, M]``.
+
+        Raises:
+            ValueError: If the other samples have other outputs.
+        """
+        if len(self._rows) != len(self._columns):
+            raise ValueError(
+                f"NTK: samples with {len(self._rows)} outputs, and others with "
+                f"{len(self._columns)}, have no equal ones to sum over. Use to_dense()."
+            )
         each = [self._product(c, c) for c in range(len(self._rows))]
         return sum(each[1:], start=each[0])
 
     def per_output(self) -> Tensor:
-        """Return a block for each pair of samples, ``[N, M, C, C]``."""
-        outputs = range(len(self._rows))
+        """Return a block for each pair of samples, ``[N, M, C, D]`` for C and D outputs."""
+        rows, columns = range(len(self._rows)), range(len(self._columns))
         return torch.stack(
-            [torch.stack([self._product(c, d) for d in outputs], -1) for c in outputs], -2
+            [torch.stack([self._product(c, d) for d in columns], -1) for c in rows], -2
         )
 
     def to_dense(self) -> Tensor:
-        """Return the matrix for all samples and outputs, ``[N·C, M·C]``."""
+        """Return the matrix for all samples and outputs, ``[N·C, M·D]``."""
         return self.per_output().transpose(1, 2).flatten(2).flatten(0, 1)
 
 
@@ -135,13 +145,15 @@ def output_covariances(
                 rows.append(J)
                 continue
             for own, covariance in zip(found, covariances, strict=True):
-                turned = (covariance @ J.flatten(0, 1).T).T.reshape(J.shape)
-                own.append(J @ turned.mT)
+                with without_autocast():
+                    turned = (covariance @ J.flatten(0, 1).T).T.reshape(J.shape)
+                    own.append(J @ turned.mT)
     if not joint:
         return mean, [torch.cat(own) for own in found]
     J = torch.cat(rows).flatten(0, 1)  # [N·C, P]
     shape = count, num_outputs, count, num_outputs
-    return mean, [(J @ (covariance @ J.T)).reshape(shape) for covariance in covariances]
+    with without_autocast():
+        return mean, [(J @ (covariance @ J.T)).reshape(shape) for covariance in covariances]
 
 
 def factored_jacobian(

@@ -16,6 +16,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.utils.data import Dataset, IterableDataset
 
 from backpack import backpack
@@ -183,7 +184,8 @@ class Objective:
     def vectors(self, matrix: Tensor) -> list[Tensor]:
         """Give columns the shapes of the parameters: ``[P, V]`` to ``[V, *p]`` for each."""
         pieces = matrix.T.split([p.numel() for p in self.params], 1)
-        return [piece.reshape(-1, *p.shape) for piece, p in zip(pieces, self.params, strict=True)]
+        each = zip(pieces, self.params, strict=True)
+        return [piece.reshape(len(piece), *p.shape) for piece, p in each]
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -431,12 +433,16 @@ def chosen_parameters(
 
 
 def _of_last_layer(model: Module, data: Iterable[Any]) -> list[Parameter]:
-    """Return the trainable parameters of the layer that is called last."""
+    """Return the trainable parameters of the layer whose call starts last, no root around it."""
     called: list[list[Parameter]] = []
 
     def note(module: Module, *_: Any) -> None:
-        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
-        if own:
+        own = [*module.parameters(recurse=False)]
+        if is_parametrized(module):  # what its weights are computed from
+            parametrizations: Any = module.parametrizations
+            own += parametrizations.parameters()
+        own = [p for p in own if p.requires_grad]
+        if own and not isinstance(module, ParametrizationList):
             called.append(own)
 
     if isinstance(model, DistributedDataParallel):
@@ -444,7 +450,7 @@ def _of_last_layer(model: Module, data: Iterable[Any]) -> list[Parameter]:
     check_is_function_of_samples(model)  # its buffers would change
     X, *_ = next(iter(data))
     device = next(model.parameters()).device
-    handles = [module.register_forward_hook(note) for module in model.modules()]
+    handles = [module.register_forward_pre_hook(note) for module in model.modules()]
     try:
         with torch.no_grad(), disable():
             call("params='last'", model, map_tensors(lambda x: x.to(device), X))

@@ -179,7 +179,8 @@ class LinearOperator(ABC):
         def product(operator: LinearOperator, array: Any) -> Any:
             if array.dtype.kind == "c":  # of a real matrix: each part has its own
                 return product(operator, array.real) + 1j * product(operator, array.imag)
-            own = torch.as_tensor(array, dtype=self.dtype, device=self.device)
+            contiguous = array if min(array.strides, default=0) >= 0 else array.copy()
+            own = torch.as_tensor(contiguous, dtype=self.dtype, device=self.device)
             return _to_numpy(operator @ own)
 
         return linalg.LinearOperator(
@@ -222,6 +223,7 @@ class LinearOperator(ABC):
             RuntimeError: If conjugate gradients do not converge, or meet a direction along which
                 the matrix is not positive.
         """
+        damping = one_number(self, damping)
         found = self.solve_with_report(rhs, damping, tolerance, max_iterations, preconditioner)
         if not found.converged and max_iterations is None:
             raise RuntimeError(
@@ -308,7 +310,8 @@ class LinearOperator(ABC):
         from backpack.linalg.lanczos import eigenpairs
 
         generator = torch.Generator().manual_seed(0)
-        start = torch.randn(self.shape[0], generator=generator, device=generator.device)
+        options: Any = {"dtype": torch.float32, "device": generator.device}
+        start = torch.randn(self.shape[0], generator=generator, **options)
         operator = self.to_scipy()
         pairs = eigenpairs(operator, k, which, tolerance, start.numpy().astype(operator.dtype))
         values, vectors = (

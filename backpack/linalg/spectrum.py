@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack import backpack
+from backpack.context import without_autocast
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.values import at_least_single
 from backpack.extensions import BatchGrad, SqrtGGNExact, SqrtGGNMC
@@ -107,8 +108,12 @@ class _Block:
 
     def slopes(self, chosen: Tensor) -> Tensor:
         """Return ``g_nᵀ e_k``, ``[N, K]``."""
-        each = [part.summed(part.root.gram(part.gradients)) for part in self.parts]
-        return reduce(torch.add, each).T @ self.weights[:, chosen]
+        each = []
+        for part in self.parts:  # rows of a sample may be several
+            products = part.summed(part.root.gram(part.gradients))
+            each.append(products.unflatten(1, (part.samples, -1)).sum(2))
+        with without_autocast():
+            return reduce(torch.add, each).T @ self.weights[:, chosen]
 
 
 class GGNSpectrum(LinearOperator):

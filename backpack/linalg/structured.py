@@ -212,6 +212,7 @@ class KroneckerOperator(SpectralOperator):
 
     def __init__(self, factors: Blocks, order: Tensor | None = None):
         """Store the factors."""
+        factors = [list(block) for block in factors]
         shapes = [[list(factor.shape) for factor in block] for block in factors]
         if not shapes or any(
             not block or any(len(s) not in (1, 2) or s[0] != s[-1] for s in block)
@@ -221,7 +222,7 @@ class KroneckerOperator(SpectralOperator):
                 "Expected lists of square Kronecker factors, or diagonals of some, got shapes "
                 f"{shapes}."
             )
-        self.factors = [list(block) for block in factors]
+        self.factors = factors
         self.order = order
         first = self.factors[0][0]
         LinearOperator.__init__(self, sum(map(_size, factors)), first.dtype, first.device)
@@ -318,13 +319,14 @@ class EigenOperator(SpectralOperator):
 
     def __init__(self, blocks: Sequence[EigenKronecker], order: Tensor | None = None):
         """Store eigenvalues and eigenvectors."""
+        blocks = list(blocks)
         if not blocks:
             raise ValueError("Expected the blocks of some parameters, got none.")
         spectrum = torch.cat([block.eigenvalues.flatten() for block in blocks])
         shapes = [(spectrum.new_empty(()).expand(b.shape), b.swaps_axes) for b in blocks]
         order = order_of(shapes) if order is None else order
         super().__init__(spectrum, [block.bases for block in blocks], order)
-        self.blocks = list(blocks)
+        self.blocks = blocks
 
     def solve(
         self,

@@ -288,9 +288,15 @@ class DPOptimizer(ExtensionOptimizer):
         """
         passes, self.extension.passes = self.extension.passes, 0  # type: ignore[attr-defined]
         found = {p: self._quantity(p) for _, p, _ in self._trained()}
+        if passes and not found:
+            raise RuntimeError(
+                f"{type(self).__name__}: a backward pass has left clipped gradients, but no p.grad "
+                "says which parameters it has trained. Leave gradients=False out of backpack(...), "
+                "and do not clear gradients between backward() and the step."
+            )
         try:
-            samples = next((len(p.clip_norms) for p in found), 0)  # type: ignore[attr-defined]
-            why = self.extension.program.dependence([*found], samples)
+            norms: list[Tensor] = [p.clip_norms for p in found]  # type: ignore[attr-defined]
+            why = self.extension.program.dependence([*found], norms)
             for p, clipped in found.items():
                 self._refuse_mixed(p, clipped)
             self._refuse_dependent(why)
@@ -309,9 +315,8 @@ class DPOptimizer(ExtensionOptimizer):
         for p, clipped in found.items():
             total = clipped * len(p.clip_norms) if is_mean else clipped  # type: ignore[attr-defined]
             self._sums[p] = self._sums[p] + total if p in self._sums else total
-        for p in list(found)[:1]:  # the norms are those of all parameters together
-            norms = p.clip_norms  # type: ignore[attr-defined]
-            self._below += float((norms <= self.max_grad_norm).sum()) - len(norms) / 2
+        for own in norms[:1]:  # the norms are those of all parameters together
+            self._below += float((own <= self.max_grad_norm).sum()) - len(own) / 2
         self.extension.program.clear()  # this is no part of the next pass
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -373,6 +378,12 @@ class DPOptimizer(ExtensionOptimizer):
         return sums, below
 
     def _update(self, closure: Closure | None, loss: Any) -> None:
+        if self.param_groups is not self.optimizer.param_groups:
+            raise RuntimeError(
+                f"{type(self).__name__}: the optimiser behind has other groups of parameters than "
+                "this one, because its state was loaded. Load a state by load_state_dict() of "
+                f"{type(self).__name__}, which takes that of the optimiser behind as well."
+            )
         members = [p for group in self.param_groups for p in group["params"]]
         for p in members:
             if p.requires_grad:  # complex noise has half of the variance in each part
@@ -488,7 +499,7 @@ class DPOptimizer(ExtensionOptimizer):
             last.remove()
         self.optimizer.load_state_dict(found[0])  # which may keep another precision
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
-        self.max_grad_norm = state_dict.get("max_grad_norm", self.max_grad_norm)
+        self.max_grad_norm = found[0].get("max_grad_norm", self.max_grad_norm)
 
 
 class DPSGD(DPOptimizer):
@@ -632,4 +643,4 @@ def _collated(
 ) -> Any:
     if samples:
         return collate_fn(samples)
-    return map_tensors(lambda x: x[:0], collate_fn([data[0]]))
+    return map_tensors(lambda x: x[:0] if x.dim() else x, collate_fn([data[0]]))

@@ -14,9 +14,11 @@ from torch.distributed import ProcessGroup
 
 from backpack import extensions
 from backpack.context import CTX
+from backpack.core.engine import results
 from backpack.core.engine.extracted import EIGEN_SQUARES, GRAMS, JOINT_EIGEN_SQUARES, Bases
 from backpack.core.engine.products import Products
 from backpack.core.engine.propagations import InBases, LossFactor
+from backpack.core.engine.results import Factors
 from backpack.core.record.module_state import describe
 from backpack.core.record.registry import derivatives_of
 from backpack.distributed import check_group
@@ -80,7 +82,7 @@ class AveragedEKFAC(SecondOrderBackpropExtension):
         """Return the factors, and the sums of squares; nothing of a bias that is joined."""
         squares = products[self.needs[1]]
         factors = products.kronecker_factors(self.approximation, joint=self.joint_bias)
-        return [*factors, squares] if factors else []
+        return Factors([*factors, squares] if factors else [], products, self.joint_bias)
 
 
 class KFAC(PreconditionedOptimizer):
@@ -185,6 +187,7 @@ class KFAC(PreconditionedOptimizer):
         self.ekfac = ekfac
         self._joined: dict[Tensor, Tensor] = {}  # weights, with their bias
         own = AveragedEKFAC(extension) if ekfac else extension
+        extension.tells_order = True
         super().__init__(params, defaults, own, kl_clip, adapt_damping_every)
 
     @property
@@ -256,6 +259,10 @@ class KFAC(PreconditionedOptimizer):
                 found.append(System(one.group, one.p, one.state, bias_of[one.p]))
             elif one.p not in joined:
                 self._check_alone(one)
+                if "swaps_axes" not in one.state:
+                    told = results.swaps_axes(one.p, self.extension.savefield)
+                    guess = _swaps_axes(one.p, one.state["curvature"]) if told is None else told
+                    one.state["swaps_axes"] = guess
                 found.append(System(one.group, one.p, one.state))
         return found
 
@@ -264,22 +271,30 @@ class KFAC(PreconditionedOptimizer):
     ) -> dict[Tensor, Trained]:
         """Find the weight of each bias that is joined with one.
 
-        Several extended modules may have the bias, or the weight, of which one took part in the
-        backward pass. A weight with factors of its own, or without a gradient, has joined none.
+        A backward pass has noted it, but in a state that was loaded since. Then, several extended
+        modules may have the bias, or the weight, of which one took part in the backward pass. A
+        weight with factors of its own, or without a gradient, has joined none.
 
         Raises:
             NotImplementedError: If there are several possibilities.
         """
         alone = {one.p for one in trained if self._is_alone(one)}
-        options: dict[Tensor, dict[Tensor, str]] = {bias: {} for bias in joined}
+        found: dict[Tensor, Trained] = {}
+        options: dict[Tensor, dict[Tensor, str]] = {}
+        weight: Any
+        for bias, trained_bias in joined.items():
+            weight = results.partner(bias, self.extension.savefield)
+            if weight is not None and weight.grad is not None:
+                found[weight] = trained_bias
+            else:
+                options[bias] = {}
         for module in CTX.extended():
-            weight, bias = map(module._parameters.get, ("weight", "bias"))
+            weight, bias = map(module._parameters.get, ("weight", "bias"))  # type: ignore[assignment]
             if bias is None or bias not in options or weight is None:
                 continue
-            if weight in alone or weight.grad is None:
+            if weight in alone or weight in found or weight.grad is None:
                 continue
             options[bias].setdefault(weight, describe(module))
-        found: dict[Tensor, Trained] = {}
         while options:
             own = min(options, key=lambda b: len(options[b]))
             weights = options.pop(own)
@@ -385,8 +400,6 @@ class System:
         self.is_decomposed = age < interval or age % interval == 0
         # if the first factor is the input's, the bias is a row
         self._axis = int(len(state["curvature"][0]) == len(p)) if bias is not None else 0
-        if bias is None and "swaps_axes" not in state:
-            state["swaps_axes"] = _swaps_axes(p, state["curvature"])
 
     def gradient(self) -> Tensor:
         """Return the average of the gradient, with its axes in the order of the factors."""
@@ -423,12 +436,13 @@ def _share(spread: Spread, p: Tensor, state: dict[str, Any]) -> None:
 
 
 def _swaps_axes(p: Tensor, factors: Sequence[Tensor]) -> bool:
-    """Whether the Kronecker factors are those of ``p.transpose(0, 1)``: of transposed layers alone.
+    """Whether Kronecker factors are those of ``p.transpose(0, 1)``, if no backward pass told.
 
-    A weight that they share with others, or that is used where there are no samples, has its block,
-    or its marginals, in the order of its axes.
+    Those of transposed layers alone are. A weight that they share with others, or that is used
+    where there are no samples, has its block, or its marginals, in the order of its axes.
     """
-    if p.dim() < 2 or [*map(len, factors[:2])] != [p.shape[1], p.numel() // p.shape[1]]:
+    sizes = [*map(len, factors[:2])]
+    if p.dim() < 2 or not p.numel() or sizes != [p.shape[1], p.numel() // p.shape[1]]:
         return False
     owners = [m for m in CTX.extended() if any(p is own for own in m._parameters.values())]
     swap = [getattr(derivatives_of(m), "kronecker_swaps_axes", False) for m in owners]

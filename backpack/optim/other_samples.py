@@ -57,14 +57,19 @@ class _UnseenError(Exception):
     """A function was not seen that has computed something."""
 
 
+# Methods that name a precision, and what they are where autocast is off.
+WIDE: dict[Any, Any] = {Tensor.half: Tensor.float, Tensor.bfloat16: Tensor.float}
+
+
 class Seen(NamedTuple):
-    """A function that has run, and whether gradients were enabled."""
+    """A function that has run, and whether gradients and autocast were enabled."""
 
     function: Callable[..., Any]
     args: Any
     kwargs: Any
     result: Any
     has_gradients: bool
+    is_autocast: bool
 
 
 class Program:
@@ -97,23 +102,33 @@ class Program:
         """
         caller = sys._getframe(2)
         if self._is_due and caller.f_code is BackpackOutput.forward.__code__:
-            self.seen.append(Seen(Tensor.view_as, (args[0], args[0]), {}, result, True))
+            self.seen.append(Seen(Tensor.view_as, (args[0], args[0]), {}, result, True, False))
         if not self._is_due or _is_of_library(caller):
             return result
+        modes = torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()
         if function is not Tensor.__iter__:
-            self.seen.append(Seen(function, args, kwargs, result, torch.is_grad_enabled()))
+            self.seen.append(Seen(function, args, kwargs, result, *modes))
             return result
         parts = args[0].unbind(0)
-        self.seen.append(Seen(Tensor.unbind, (*args, 0), {}, parts, torch.is_grad_enabled()))
+        self.seen.append(Seen(Tensor.unbind, (*args, 0), {}, parts, *modes))
         return iter(parts)
 
-    def dependence(self, params: Sequence[Parameter], samples: int) -> str | None:
+    def dependence(self, params: Sequence[Parameter], norms: Sequence[Tensor]) -> str | None:
         """Say why the gradient of the latest pass is no sum over the samples; None if it is one.
 
         Also None if this pass is not looked at, or what it was called on was computed elsewhere.
+
+        Args:
+            params: The parameters.
+            norms: Those of the individual gradients at each of them, ``[N]``. Data of samples for
+                which they are not finite tell nothing, and are left out.
         """
         seen, roots, is_due = self.seen, self.roots, self._is_due
         self.clear()
+        samples = len(norms[0]) if norms else 0
+        finite = torch.stack([own.isfinite().cpu() for own in norms]).all(0) if norms else None
+        if finite is None or (is_due and not finite.any()):
+            return None  # nothing is added, and the next pass is looked at
         self.passes += 1
         if samples < 2 or not (is_due and roots):
             return None
@@ -134,7 +149,7 @@ class Program:
         with torch._C.DisableTorchFunction():
             shapes = [(repr(one.function), [x.shape for x in _tensors(one)]) for one in seen]
         constants = self._constants(seen, shapes) if samples == 2 else set()
-        why = _dependence(seen, roots, params, samples, constants)
+        why = _dependence(seen, roots, params, finite, constants)
         if why is None and samples > 2:
             self.cleared = shapes
         return why
@@ -162,14 +177,14 @@ def _dependence(
     seen: Sequence[Seen],
     roots: Sequence[Tensor],
     params: Sequence[Parameter],
-    samples: int,
+    finite: Tensor,
     constants: set[int] | None,
 ) -> str | None:
     """Say what depends on other samples in functions; see ``Program.dependence``."""
     why, is_known = None, False
     with torch._C.DisableTorchFunction(), disable(), alone():
         for place, takes_integers in CHOICES:
-            batch = _Batch(seen, roots, params, samples, (place, takes_integers), constants)
+            batch = _Batch(seen, roots, params, finite, (place, takes_integers), constants)
             try:
                 why = batch.dependence()
                 if why is None or place or not batch.is_ambiguous:
@@ -185,19 +200,22 @@ def _dependence(
 
 
 class _Batch:
-    """What has run for a batch of ``samples``; see CHOICES for where these are."""
+    """What has run for a batch of samples, ``finite`` or not; see CHOICES for where these are."""
 
     def __init__(
         self,
         seen: Sequence[Seen],
         roots: Sequence[Tensor],
         params: Sequence[Parameter],
-        samples: int,
+        finite: Tensor,
         choice: tuple[int, bool],
         constants: set[int] | None,
     ):
         self.seen, self.roots, self.params = seen, roots, params
-        self.samples, self.choice, self.is_ambiguous = samples, choice, False
+        self.samples, self.choice, self.is_ambiguous = len(finite), choice, False
+        # a sample that is not finite is replaced by the first that is
+        numbers = torch.arange(len(finite))
+        self.numbers = numbers.where(finite, numbers[finite][0])
         self.constants, self.is_doubtful = constants or set(), constants is None
         self.why: str | None = None
         self.before: tuple[list[Any], dict[tuple[str, int], Tensor]] | None = None
@@ -222,7 +240,7 @@ class _Batch:
 
     def gradients(self, order: Tensor) -> list[Tensor]:
         """Return the gradient for samples with these numbers; compare what else was computed."""
-        self.order = order
+        self.order = self.numbers[order]
         self.values: dict[int, Tensor] = {}
         self.leaves: list[Tensor] = []
         self.shapes: list[list[int]] = []
@@ -255,7 +273,7 @@ class _Batch:
         return list(found)
 
     def _run(self, seen: Seen, numbers: list[Any]) -> None:
-        function, args, kwargs, result, has_gradients = seen
+        function, args, kwargs, result, has_gradients, is_autocast = seen
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         results = tree_leaves(result)
         if not tensors:
@@ -279,6 +297,9 @@ class _Batch:
             self.values[id(x)] = self._leaf(x)
             self.state[f"a tensor of shape {[*x.shape]}", id(x)] = self.values[id(x)]
         given, options = tree_map(self._value, (args, kwargs))
+        if is_autocast:  # which is off now: what it rounds would differ too much
+            function = WIDE.get(function, function)
+            given, options = tree_map(_in_single, (given, options))
         with torch.set_grad_enabled(has_gradients):
             again = function(*given, **options)
         for x, y in zip(results, tree_leaves(again), strict=True):
@@ -354,6 +375,12 @@ class _Batch:
         return True
 
 
+def _in_single(x: Any) -> Any:
+    """Return the name of a precision that autocast computes in as that of the parameters."""
+    is_low = isinstance(x, torch.dtype) and x in (torch.float16, torch.bfloat16)
+    return torch.float32 if is_low else x
+
+
 def _splits(samples: int) -> list[tuple[Tensor, Tensor]]:
     """Return whose data the other batch has, and which samples keep theirs: ``[N], [N]``.
 
@@ -399,7 +426,8 @@ def _add_up(*gradients: Sequence[Tensor]) -> bool:
     norms = [[float(at_least_single(g).norm()) for g in own] for own in each]
     *sizes, difference = torch.tensor(norms, dtype=torch.float64).norm(dim=0).tolist()
     rounding = max(torch.finfo(g.dtype).eps for g in gradients[0])
-    return not difference > rounding**0.6 * max(sizes)
+    # sums over finite samples are finite, unless a sample is divided by what others decide
+    return difference <= rounding**0.6 * max(sizes)
 
 
 def _is_of_library(frame: Any) -> bool:

@@ -143,6 +143,8 @@ class PreconditionedOptimizer(ExtensionOptimizer):
                 "adapt_damping_every compares losses before and after the step: give step() a "
                 "closure."
             )
+        if interval is not None and loss is None:
+            raise ValueError("adapt_damping_every: the closure has to return the loss.")
         before = 0.0 if interval is None else self._objective(loss)
 
         slope, square = 0.0, 0.0
@@ -154,6 +156,8 @@ class PreconditionedOptimizer(ExtensionOptimizer):
                 state = dict(self.state.get(p, {}))  # becomes that of the optimiser in the end
                 self._average(group, p, state, grad.add(p, alpha=group["weight_decay"]))
                 trained.append(Trained(group, p, state, grad))
+            if not trained:
+                self._refuse_without_gradients()
             with without_autocast():
                 directions = self._directions(trained)
             if interval is not None or self.kl_clip is not None:
@@ -182,6 +186,25 @@ class PreconditionedOptimizer(ExtensionOptimizer):
                 loss = closure()
             gain = before - self._objective(loss)
             self._adapt_damping(gain, -scale * slope - scale**2 * square / 2, interval)
+
+    def _refuse_without_gradients(self) -> None:
+        """Refuse a step after a backward pass that has left curvature, but no gradient.
+
+        Raises:
+            RuntimeError: If there was one.
+        """
+        for group in self.param_groups:
+            for p in group["params"]:
+                value = getattr(p, self.extension.savefield, None)
+                tensor = next(iter(value), None) if isinstance(value, list) else value
+                used = self._used.get(p)
+                if tensor is not None and (used is None or used() is not tensor):
+                    raise RuntimeError(
+                        f"{type(self).__name__}: {self._describe(p)} has a new "
+                        f"{self.extension.savefield}, but no parameter has a gradient. Leave "
+                        "gradients=False out of backpack(...), and do not clear gradients between "
+                        "backward() and the step."
+                    )
 
     def _check_processes(self) -> None:
         """Refuse a step that would be another one on each process.

@@ -134,7 +134,13 @@ class SOAP(Optimizer):
         Args:
             state_dict: The state.
         """
-        super().load_state_dict(state_dict)  # which rounds to the precision of the parameters
+        found: list[dict[str, Any]] = []  # what hooks have made of it
+        last = self.register_load_state_dict_pre_hook(lambda _, state: found.append(state))
+        try:
+            super().load_state_dict(state_dict)  # which rounds to the precision of the parameters
+        finally:
+            last.remove()
+        (state_dict,) = found
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [p for group in self.param_groups for p in group["params"]]
         for number, p in zip(saved, own, strict=True):
@@ -217,4 +223,4 @@ def _orthogonal(matrix: Tensor) -> Tensor:
     wide = at_least_single(matrix)  # none in less
     basis, triangle = torch.linalg.qr(wide)
     signs = torch.where(triangle.diagonal() < 0, -1, 1)  # a basis that stays does not flip
-    return (basis * signs).to(matrix.dtype)
+    return (basis * signs).to(matrix.dtype).contiguous()  # as they are when they were loaded

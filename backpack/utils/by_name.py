@@ -124,7 +124,7 @@ def chosen_by_name(
 
 def _of_parameters(given: Any, names: Sequence[str], what: str) -> list[Any]:
     """Return what belongs to each parameter, as it was given; see :func:`by_parameter`."""
-    if isinstance(given, Tensor) and given.dim():
+    if getattr(given, "ndim", 0):  # a tensor or an array
         return _of_parameters([*given], names, what)
     if isinstance(given, Mapping):
         owners = [[k for k in given if k in ("", n) or n.startswith(f"{k}.")] for n in names]

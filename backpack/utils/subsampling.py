@@ -49,7 +49,7 @@ def _check_indices(subsampling: Sequence[int] | Tensor, dim: int, size: int) -> 
     except TypeError as error:
         raise ValueError(f"Expected integer indices, got {about}.") from error
     # A mask is not a list of indices, although Python takes True for 1.
-    if any(isinstance(value, bool) for value in values):
+    if any(isinstance(v, bool) or getattr(v, "dtype", None) is torch.bool for v in values):
         raise ValueError(f"Expected integer indices, got {about}.")
     if not indices:
         raise ValueError(f"Expected at least one index, got {about}.")

@@ -19,7 +19,12 @@ from torch import Tensor
 
 from backpack.core import fast, memory
 from backpack.core.derivatives import reductions
+from backpack.core.values import has_values
 
+# A sum that is shorter than this part of its terms (squared) has lost digits.
+CANCELLED = 1e-2
+# Precision in which it has enough left all the same.
+PRECISE_EPS = 1e-12
 GRAM_NORMS = fast.path("norms by Gram matrices", "Norms of products need no products.")
 
 
@@ -172,8 +177,23 @@ def square_norm(s: Tensor, x: Tensor, shared: dict[str, Any] | None = None) -> T
     if "products of positions" not in known:
         first, *others = (torch.bmm(of_v, of_v.mT) for of_v in s)
         known["products of positions"] = sum(others, start=first)
-    norms = (known["products of positions"] * torch.bmm(x, x.mT)).sum((1, 2))
-    return norms if torch.is_grad_enabled() else norms.clamp_(min=0)  # terms may cancel
+    of_s, of_x = known["products of positions"], torch.bmm(x, x.mT)
+    norms = (of_s * of_x).sum((1, 2))
+    sizes = (of_s.diagonal(0, 1, 2) * of_x.diagonal(0, 1, 2)).sum(1)  # sum_t |s_t|² |x_t|²
+    lost = norms < CANCELLED * sizes
+    if torch.finfo(norms.dtype).eps < PRECISE_EPS or not has_values(norms) or not lost.any():
+        return norms if torch.is_grad_enabled() else norms.clamp_(min=0)
+    rows = lost.nonzero()[:, 0]  # what is left of their terms are rounding errors
+    s, x = s[:, rows], x[rows]
+
+    def product(samples: slice) -> reductions.Multiply:
+        part = x[samples]
+        return lambda v, out: reductions.stacked_product(s[v, samples].mT, part, out)
+
+    shape = (len(s), len(x), s.shape[-1], x.shape[-1])
+    entries = len(s) * s.shape[-1] * x.shape[-1]
+    exact = reductions.in_slices(product, shape, entries, s, {"square_norm"}, None)
+    return norms.index_copy(0, rows, exact["square_norm"])
 
 
 def square_in_bases(

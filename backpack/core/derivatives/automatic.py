@@ -198,7 +198,8 @@ def _evaluated_again(evaluation: Evaluation) -> tuple[list[Parameter], bool]:
     c = evaluation.c
     with c.call.as_it_was():  # it may have tied some since
         own = {name: c.params[name] for name in evaluation.rule.own(c.module)}
-    values: dict[Any, Tensor] = {n: p.detach() for n, p in own.items() if p is not None}
+    trained = ((n, p) for n, p in own.items() if p is not None and p.requires_grad)
+    values: dict[Any, Tensor] = {n: p.detach() for n, p in trained}  # `evaluate` copies the others
     inputs = [x.detach() if isinstance(x, Tensor) else x for x in evaluation.inputs]
     with torch.enable_grad():
         outputs, is_random = evaluated_apart(lambda: evaluation.outputs(values, inputs))
@@ -209,19 +210,35 @@ def _evaluated_again(evaluation: Evaluation) -> tuple[list[Parameter], bool]:
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 COLLECTIONS = (list, deque, dict, set)
+_OF_MODULES = frozenset(vars(Module()))
+
+
+def _hold(value: Any, held: dict[int, tuple[Any, Any]]) -> None:
+    """Copy a collection, and those in it."""
+    if isinstance(value, COLLECTIONS) and id(value) not in held:
+        held[id(value)] = value, copy(value)
+        for each in value.values() if isinstance(value, dict) else value:
+            _hold(each, held)
 
 
 @contextmanager
 def attributes_kept(module: Module) -> Iterator[None]:
     """Call the module without hooks of users, and undo what its ``forward`` does to attributes."""
     states = [(vars(m), dict(vars(m))) for m in module.modules()]
-    held = [
-        (value, copy(value))
-        for _, before in states
+    of_users = [
+        (own, name, value)
+        for own, before in states
         for name, value in before.items()
-        if isinstance(value, COLLECTIONS) and not name.startswith("_")
+        if name not in _OF_MODULES and not name.startswith("_backpack_")
     ]
+    drawn = [(x, x.get_state()) for _, _, x in of_users if isinstance(x, torch.Generator)]
+    held: dict[int, tuple[Any, Any]] = {}
+    for _, _, value in of_users:
+        _hold(value, held)
     vars(module).update({name: {} for name in HOOKS})
+    for own, name, value in of_users:
+        if type(value) is Tensor and not value.requires_grad:
+            own[name] = value.clone()
     try:
         yield
     finally:
@@ -229,7 +246,9 @@ def attributes_kept(module: Module) -> Iterator[None]:
             own.update(before)
             for name in own.keys() - before.keys():
                 del own[name]
-        for value, as_it_was in held:
+        for generator, state in drawn:
+            generator.set_state(state)
+        for value, as_it_was in held.values():
             value.clear()
             (value.extend if isinstance(value, list | deque) else value.update)(as_it_was)
 

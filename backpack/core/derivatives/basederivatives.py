@@ -190,7 +190,10 @@ class BaseDerivatives(ParameterProducts):
         args, keywords = c.call.arguments(inputs)
         with c.call.as_it_was(c.call.precision):
             buffers = {name: buffer.clone() for name, buffer in c.module.named_buffers()}
-            return functional_call(c.module, {**buffers, **params}, args, keywords)
+            # a module may change frozen parameters, such as averages
+            named = c.module.named_parameters()
+            frozen = {name: p.detach().clone() for name, p in named if not p.requires_grad}
+            return functional_call(c.module, {**buffers, **frozen, **params}, args, keywords)
 
     def evaluation(self, c: Context) -> Evaluation:
         """Return how to evaluate the call at hand again."""

@@ -138,6 +138,9 @@ def per_sample_products(
                         whole = total[key] = product.new_zeros(shape)
                     whole[:, row] = product
         return total
+    if not numbers:  # rows that no sample has chosen
+        of_all = transposed_products(evaluation, mats, keys, None)
+        return {key: x if x is None else x.unsqueeze(1)[:, :0] for key, x in of_all.items()}
     inputs, separable = evaluation.rows(rows if rows is not None else slice(None))
 
     def of_sample(i: int) -> dict[Any, Tensor | None]:

@@ -123,7 +123,8 @@ def check_rule(module: Module, *inputs: Any) -> None:
     if rule is None:
         why = _why_not_inherited(module)
         raise ValueError(f"No rule is registered for {describe(module)}{why}.")
-    if len(inputs[0]) < 2:
+    count = inputs[0].shape[rule.batch_axis_in(module, 0)]
+    if count < 2:
         raise ValueError("check_rule needs several samples.")
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), disable():
         torch.manual_seed(0)
@@ -145,7 +146,7 @@ def check_rule(module: Module, *inputs: Any) -> None:
         c, given = context_of(call), Given((*leaves, *outputs))
         missing = OF_MODULE if _announces_output(rule) else OF_MODULE + OF_OUTPUT
         _hide_parameters(module)
-        for rows in [None] if rule.couples_samples(module) else [None, [len(inputs[0]) - 1, 0]]:
+        for rows in [None] if rule.couples_samples(module) else [None, [count - 1, 0]]:
             for one in compare(rule, c.at(rows), keys, given):
                 method, compute, expected, use, advice = one
                 name = getattr(getattr(rule, method, None), "translates", method)
@@ -521,15 +522,17 @@ def _of_parameter(
         expected = reductions.of_products(each, wanted, weights)
         found = partial(_reduced, rule, c, name, v, expected, weights)
         yield Comparison(method, found, [*expected.values()], use)
+    axis = rule.axis_out(c, 0)
+    numbers = c.numbers(c.output.shape[axis])
     if isinstance(v, Tensor) and _is_used_once(rule, c, name, v, acts_affinely):
         # of one sample at one position, the product of Kronecker factors is the block
-        first, at = each[:, 0].flatten(1), c.at(c.numbers(len(c.output))[:1])
+        first, at = each[:, 0].flatten(1), c.at(numbers[:1])
         method, use = blamed(_written(rule, "kron_rows", "kron_inputs"), "Kronecker factors")
-        compute = partial(_block, rule, at, name, v[:, :1])
+        compute = partial(_block, rule, at, name, v.narrow(1 + axis, 0, 1))
         yield Comparison(method, compute, [first.T @ first], use)
     if not _is_generic(rule, "kron_inputs"):
         compute = partial(rule.kron_inputs, c, name)
-        alone = [rule.kron_inputs(c.at([n]), name) for n in c.numbers(len(c.output))]
+        alone = [rule.kron_inputs(c.at([n]), name) for n in numbers]
         averages = [sum(same) / len(alone) for same in zip(*alone, strict=True)]
         yield Comparison("kron_inputs", compute, averages, f"{name!r}, the average over samples")
     has_own = not (_is_generic(rule, "kron_rows") and _is_generic(rule, "kron_inputs"))

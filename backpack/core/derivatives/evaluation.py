@@ -87,10 +87,18 @@ class Evaluation:
         A module may branch on what all samples have, and few of them have not.
         """
         if rows is not None and has_values(outputs[0]):
-            pairs = zip(self.c.outputs, self.axes_out, strict=True)
+            pairs = zip(self._known_outputs, self.axes_out, strict=True)
             expected = [subsample(y, a or 0, rows) for y, a in pairs]
             self.c.saved["separable"] &= self.agree([y.detach() for y in outputs], expected)
         return rows is None or self.c.saved["separable"]
+
+    @property
+    def _known_outputs(self) -> Sequence[Tensor]:
+        """The outputs of the call, computed again if they were not kept."""
+        if self.c.call.computed_with is None:
+            return self.c.outputs
+        with torch.no_grad():
+            return self.outputs({}, self.inputs)
 
     def _narrowed(self, rows: Rows) -> list[Any]:
         return self._changed(lambda x, axis: subsample(x, axis, rows))
@@ -118,7 +126,7 @@ class Evaluation:
                     alone = self.outputs({}, self._narrowed(rows))
                 except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
                     return False
-            pairs = zip(self.c.outputs, self.axes_out, strict=True)
+            pairs = zip(self._known_outputs, self.axes_out, strict=True)
             expected = [subsample(y, a or 0, rows) for y, a in pairs]
             if not self.agree(alone, expected):
                 return False

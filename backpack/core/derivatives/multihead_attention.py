@@ -403,8 +403,10 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
         """Return what a parameter makes of an input of its own: in self-attention there is one."""
         query, *others = c.call.inputs[:3]
         origin, *origins = c.call.origins_in[:3]
+        # leaves have no marks: those that require a gradient are others, if they share memory
+        known = origin is not None or not any(x.requires_grad for x in (query, *others))
         are_one = all(  # also if hooks have passed them on
-            x is query or (mark is origin and x.is_set_to(query))
+            x is query or (mark is origin and known and x.is_set_to(query))
             for x, mark in zip(others, origins, strict=True)
         )
         return MAKES[name][:1] if are_one else MAKES[name]

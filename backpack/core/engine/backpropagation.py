@@ -166,8 +166,17 @@ class Backpropagation:
         self.left_out = left_out
         self.extraction = wanted = Extraction(plan, exts, subsampling, bases)
         # user-written rules see the whole batch at once
-        self.rules = ColumnRules(plan, exts) if any(map(_RULES, exts)) else None
-        self.mixing = plan.mixing and self.rules is None
+        self.rules = None
+        if any(map(_RULES, exts)):
+            ruled = [c for c in plan.calls if any(ext.rule_for(c.module) for ext in exts)]
+            self.rules = ColumnRules(plan, exts) if ruled else None
+            if ruled and plan.mixing:
+                raise NotImplementedError(
+                    f"{wanted.savefields}: a rule of your own for {ruled[0]!r} sees the columns of "
+                    "each sample, but a module of the network mixes the samples. Use eval(), or "
+                    "register derivatives (backpack.core.derivatives.register)."
+                )
+        self.mixing = plan.mixing
         if self.mixing and not plan.base and not OF_SAMPLES.isdisjoint(wanted.wanted):
             plan.check_one_batch_for_all(wanted.savefields)
         self.is_plain = not (self.rules or self.mixing or torch.is_grad_enabled())

@@ -207,7 +207,8 @@ class CurvatureBlock:
         """Apply the curvature of the losses (and modules), and return to the parameter."""
         cotangents: dict[Origin, Tensor] = {}
         found: list[Tensor] = []  # at the parameter
-        count = len(row_numbers(self.plan.base, self.subsampling))
+        samples = self.plan.samples_of(next(iter(self.names)))
+        count = len(row_numbers(samples, self.subsampling))
         while reached:
             at = reached.pop()  # what is done is free
             c, call = at.c, at.c.call
@@ -302,10 +303,10 @@ class CurvatureBlock:
     def _counted(self, call: Visit, product: Tensor) -> Tensor:
         """Scale the product like the loss; where samples mix, leave out those that do not count."""
         if self.plan.mixing and self.subsampling is not None:
-            counted = torch.zeros_like(product)
-            kept = list(row_numbers(product.shape[1], self.plan.rows(call, self.subsampling)))
-            counted[:, kept] = product[:, kept]
-            product = counted
+            rows = row_numbers(product.shape[1], self.plan.rows(call, self.subsampling))
+            kept = torch.tensor([*rows], device=product.device)
+            chosen = product.index_select(1, kept)  # which may be a sample several times
+            product = torch.zeros_like(product).index_add(1, kept, chosen)
         return product * loss_scale(call)
 
 

@@ -82,7 +82,7 @@ class Diagonals:
             return None
         if plan.num_rows(producer.call) != plan.num_rows(source.call):
             return None
-        count = len(row_numbers(plan.base, self._subsampling))
+        count = len(row_numbers(plan.base or 1, self._subsampling))
         residual = source.diagonal(plan.rows(source.call, self._subsampling))
         shape = plan.shape(producer, self._subsampling)
         self._add(producer.call, residual.reshape(shape), Part(range(count), range(count)))

@@ -302,12 +302,15 @@ def _is_of_library(hook: Any) -> bool:
 def left_alone(nodes: Iterable[Any]) -> Iterator[None]:
     """Let gradients of recorded parameters be what they were, whatever a backward pass accumulates.
 
-    It starts at some nodes of the graph: what is not above belongs to others.
+    Hooks that wait for an accumulated gradient, such as of an optimiser, do not run. It starts
+    at some nodes of the graph: what is not above belongs to others.
     """
     leaves = {id(node.variable) for node in nodes_above(nodes) if hasattr(node, "variable")}
     own = (p for call in alive.all_live_calls() for p in call.params.values())
     params = [shards.home(p) for p in dict.fromkeys(own) if id(p) in leaves]
     before = [(p, p.grad) for p in params]
+    waiting = [own for p in params if (own := p._post_accumulate_grad_hooks)]
+    hooks = [(own, dict(own)) for own in waiting]
     copies: list[Tensor | None] = [None] * len(before)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         # what is in buckets is written over
@@ -315,8 +318,12 @@ def left_alone(nodes: Iterable[Any]) -> Iterator[None]:
     try:
         for p in params:
             p.grad = None
+        for own in waiting:
+            own.clear()
         yield
     finally:
+        for own, held in hooks:
+            own.update(held)
         for (p, gradient), copy in zip(before, copies, strict=True):
             if gradient is not None and copy is not None:
                 gradient.detach().copy_(copy)

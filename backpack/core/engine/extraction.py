@@ -154,11 +154,10 @@ class Extraction:
         """List the uses of a parameter with columns that have a shape but take no memory."""
         plan, uses = self._plan, []
         for call, name in plan.uses[p]:
-            rows = plan.rows(call, None if plan.mixing else self._subsampling)
+            rows = plan.rows(call, self._subsampling)
             count = len(row_numbers(plan.num_rows(call), rows))
             shape_only = call.outputs[0].new_empty(1).expand(1, count)
-            groups = count // self.rows_per_sample.get(call, 1)
-            rows = plan.rows(call, self._subsampling)
+            groups = 1 if plan.mixing else count // self.rows_per_sample.get(call, 1)
             uses.append(Use(call, name, Factor(shape_only, groups), rows, [shape_only]))
         return uses
 

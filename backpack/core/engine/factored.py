@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
+from functools import reduce, wraps
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Size, Tensor
 
+from backpack.context import without_autocast
 from backpack.core.derivatives import reductions
 from backpack.core.engine.sources import (
     Dense,
@@ -41,6 +42,20 @@ from backpack.core.values import at_least_single
 
 # Entries of the block of gradients that pairwise products keep while they pass all others by.
 BLOCK_ENTRIES = 2**25
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _precisely(method: Method) -> Method:
+    """Let a method compute in the precision of its tensors, also inside of autocast."""
+
+    @wraps(method)
+    def precise(*args: Any) -> Any:
+        with without_autocast():
+            return method(*args)
+
+    return cast(Method, precise)
 
 
 class FactoredGrad:
@@ -230,6 +245,7 @@ class FactoredGrad:
             self._norms = norms
         return self._norms.clone()
 
+    @_precisely
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return ``sum_n w_n g_n``: ``[*p]`` for weights ``[N]``, ``[K, *p]`` for ``[K, N]``.
 
@@ -243,6 +259,7 @@ class FactoredGrad:
         whole = reduce(torch.add, sums).to(self.dtype)
         return whole.reshape([*weights.shape[:-1], *self.shape[1:]])
 
+    @_precisely
     def dot(self, other: FactoredGrad | Tensor) -> Tensor:
         """Return inner products ``[N]`` with N gradients, or ``[N, *p]``, or one ``[*p]`` for all.
 
@@ -266,6 +283,7 @@ class FactoredGrad:
             products.append((one * two).reshape(len(one), self.shape[1:].numel()).sum(1))
         return cat(products)
 
+    @_precisely
     def gram(self, other: FactoredGrad | None = None) -> Tensor:
         """Return the inner products ``[N, M]`` with M gradients of another batch. Default: its own.
 
@@ -286,6 +304,7 @@ class FactoredGrad:
                 rows.append(cat(parts, 1))
         return cat(rows).to(self.dtype)
 
+    @_precisely
     def project(self, directions: Tensor) -> Tensor:
         """Return the inner products ``[N, D]`` with directions ``[D, *p]``.
 
@@ -300,6 +319,7 @@ class FactoredGrad:
         blocks = self._blocks(size)
         return cat([block @ rows.T.to(block) for _, block in blocks]).to(self.dtype)
 
+    @_precisely
     def project_along(self, directions: Callable[[], Iterator[Tensor]]) -> Tensor:
         """Return the inner products ``[N, D]`` with directions that are made when they are needed.
 
@@ -316,6 +336,7 @@ class FactoredGrad:
             rows.append(cat(products, 1))
         return cat(rows).to(self.dtype)
 
+    @_precisely
     def project_outer(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the inner products ``[N, D]`` with the directions ``a_d b_dᵀ``.
 

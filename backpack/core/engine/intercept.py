@@ -94,6 +94,8 @@ class InterceptBackward(overrides.TorchFunctionMode):
         one takes it along.
         """
         self.was_left = True
+        if self.program is not None and any(exception):
+            self.program.clear()  # no step will read what has run, and kept its results
         stack = overrides._get_current_function_mode_stack()
         for _ in stack:
             overrides._pop_mode()

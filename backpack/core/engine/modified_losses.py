@@ -22,7 +22,7 @@ from backpack.utils.warning import warn
 # Autograd nodes that scale, add or reshape: what a loss may pass through before backward().
 LINEAR_NODES = words(
     "Add Sub Neg Sum Mean Stack Cat View Reshape Unsafe Squeeze Unsqueeze Expand Clone ToCopy "
-    "Select Unbind Alias Permute T Where BackpackOutputBackward"
+    "Select Unbind Alias Permute T Where BackpackOutput"
 )
 
 
@@ -90,7 +90,7 @@ def _nonlinear_node(
         parents = [one for one in above if not _is_constant(one, params, computed)]
         if above and not parents:
             continue
-        name = node.name().removesuffix("Backward0").removesuffix("Backward1")
+        name = node.name().partition("Backward")[0]
         product = name in BILINEAR and len(parents) == 1
         if name == "Div":  # a constant divided by the loss is no multiple of it
             product = product and node.next_functions[0] in parents

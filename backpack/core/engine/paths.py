@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from backpack.core.engine.spread import saved_floats, saved_names, saved_tensors, shape_of
 from backpack.core.record.calls import LARGE
-from backpack.core.record.origins import Origin, is_output
+from backpack.core.record.origins import WRAPPERS, Origin, is_output
 from backpack.hessianfree.graph import nodes_above
 
 
@@ -149,6 +149,8 @@ def vjp(
             out: Any = (None,) * len(node.next_functions)
             if grads is not None and is_output(node):
                 out = grads[0]
+            elif grads is not None and type(node).__name__ in WRAPPERS:  # around hooks of modules
+                out = tuple(grads)
             elif grads is not None:
                 out = node(*grads) if run is None else run(node, *grads)
             for (parent, slot), grad in zip(

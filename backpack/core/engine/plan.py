@@ -209,6 +209,10 @@ class Plan:
             )
         return kept
 
+    def samples_of(self, call: Visit) -> int:
+        """Return the number of samples of the batch that a call belongs to."""
+        return self._samples_of_part[call]
+
     def check_one_batch(self, p: Parameter) -> None:
         """Refuse per-sample quantities of a parameter that is used on batches of different sizes.
 

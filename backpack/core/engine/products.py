@@ -201,6 +201,8 @@ class Products:
         values = {name: self[name] for name in names}
         if not set(extracted.JOINT_FACTORS.values()).isdisjoint(names):
             _ = self.partner, self._is_joined_bias  # before the uses are gone
+        if not extracted.KRONECKER.isdisjoint(names):
+            _ = self.swaps_axes
         self._values.clear()
         self.uses = self.deciding = []
         return values

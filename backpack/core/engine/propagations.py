@@ -261,9 +261,9 @@ class InputsAlone(Propagation):
         """Save what follows from the inputs."""
         for p in plan.uses:
             uses = uses_without_columns(plan, p, subsampling)
-            samples = len(row_numbers(plan.base, subsampling))
             for use in uses if plan.base else ():
-                if use.factor.groups % samples == 0:  # the rows belong to so many
+                samples = len(row_numbers(plan.samples_of(use.call), subsampling))
+                if samples and use.factor.groups % samples == 0:  # the rows belong to so many
                     use.factor = replace(use.factor, groups=samples)
             products = Products(p, uses, self.offers, max_factor_size=max_factor_size(exts))
             products.extract(exts, save)
@@ -376,6 +376,8 @@ class HessianFactors(Propagation):
                             "subsampling, or eval()."
                         )
                         continue
+                if per_sample:
+                    plan.check_one_batch(p)
                 products = Products(p, uses_without_columns(plan, p, subsampling), ext.needs)
                 products.set_values(
                     {name: block.diagonal(name == "batch_square") for name in ext.needs}
@@ -426,6 +428,13 @@ class Blocks(Propagation):
                     f"the second derivative of {call!r} is one for all samples, whose positive "
                     "part is not computed. Use eval() if this is batch normalisation."
                 )
+        if self.modify is not None and subsampling is not None and plan.mixing:
+            for ext in exts:
+                ext.fail(
+                    "a sample has no Hessian of its own in a network that mixes samples (batch "
+                    "normalisation in training mode). Leave out subsampling, or use eval()."
+                )
+            return
         for call in plan.losses:  # an error now rather than at the first product
             rows = plan.rows(call, None if plan.mixing else subsampling)
             hessian = LossHessian(call, rows)

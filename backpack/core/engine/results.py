@@ -58,6 +58,22 @@ class Averaged(NamedTuple):
     is_of_samples: bool
 
 
+class Factors(list[Tensor]):
+    """Kronecker factors, with what whoever multiplies with them has to know.
+
+    Attributes:
+        swaps_axes: Whether they are those of ``p.transpose(0, 1)``.
+        partner: The weight of a bias, or the bias of a weight, that has them together with it.
+    """
+
+    def __init__(self, factors: Iterable[Tensor], products: Any, joint: bool):
+        """Read it from the products that they are made of; ``joint``: bias and weight have one."""
+        super().__init__(factors)
+        self.swaps_axes: bool = products.swaps_axes
+        partner = products.partner if joint else None
+        self.partner = None if partner is None else ref(partner)
+
+
 class Attributes(dict[str, Any]):
     """The attributes of a parameter (its ``__dict__``), with a note of which are results.
 
@@ -70,10 +86,14 @@ class Attributes(dict[str, Any]):
         accumulated: What the results are made of that accumulate over backward passes.
         moved: Identities of values in whose places others are, by :func:`put_in_place`.
         processes: The processes of results that belong to several.
+        swapped: Names of Kronecker factors, and whether they are those of ``p.transpose(0, 1)``.
+        partners: Names of Kronecker factors, and the parameter that has them together with this.
         used: What the last step of an optimiser has used.
     """
 
-    __slots__ = ("accumulated", "moved", "owners", "processes", "results", "used")
+    __slots__ = (
+        *("accumulated", "moved", "owners", "partners", "processes", "results", "swapped", "used"),
+    )
 
     def __init__(self, attributes: dict[str, Any]):
         """Take over attributes that are no results."""
@@ -83,6 +103,8 @@ class Attributes(dict[str, Any]):
         self.accumulated: dict[str, Any] = {}
         self.moved: dict[str, int] = {}
         self.processes: dict[str, Averaged] = {}
+        self.swapped: dict[str, bool] = {}
+        self.partners: dict[str, ref[Parameter] | None] = {}
         self.used: Used | None = None
 
     def others(self) -> dict[str, Any]:
@@ -97,7 +119,7 @@ class Attributes(dict[str, Any]):
         """Copy everything."""
         result = Attributes(copy.deepcopy(dict(self), memo))
         result.results, result.owners = self.results.copy(), self.owners.copy()
-        result.processes = self.processes.copy()
+        result.processes, result.swapped = self.processes.copy(), self.swapped.copy()
         return result
 
 
@@ -142,6 +164,7 @@ class Writer:
             self.collected.setdefault(ext, {})[p] = value
             return
         name, dtype = savefield or ext.savefield, ext.result_dtype or p.dtype
+        factors = value if type(value) is Factors else None
         if isinstance(value, Tensor):
             value = value.to(dtype)  # the name that it came with is gone, see owned
             if not value.requires_grad:
@@ -149,6 +172,8 @@ class Writer:
             value = owned(value)
         elif isinstance(value, list):
             left, value = list(value), []
+            if factors is not None:
+                factors.clear()  # for their memory to have no other name
             while left:
                 one = left.pop(0).to(dtype)
                 one = one if one.requires_grad else one.detach()
@@ -167,6 +192,8 @@ class Writer:
             self._accumulated.setdefault((p, name), state)
         own.moved.pop(name, None)
         own.processes.pop(name, None)
+        if factors is not None:
+            own.swapped[name], own.partners[name] = factors.swaps_axes, factors.partner
         setattr(p, name, value)
 
     def finish_extensions(self) -> None:
@@ -245,6 +272,17 @@ def note_processes(p: Parameter, name: str, averaged: Averaged) -> None:
 def averaged(p: Tensor, name: str) -> Averaged | None:
     """Return the processes that a result is of; None if it is that of one alone."""
     return _noted(p).processes.get(name)
+
+
+def swaps_axes(p: Tensor, name: str) -> bool | None:
+    """Whether Kronecker factors are those of ``p.transpose(0, 1)``; None if that is not noted."""
+    return _noted(p).swapped.get(name)
+
+
+def partner(p: Tensor, name: str) -> Parameter | None:
+    """Return what has its Kronecker factors together with a parameter, if that is noted."""
+    known = _noted(p).partners.get(name)
+    return None if known is None else known()
 
 
 def accumulate(p: Parameter, name: str, state: Any) -> None:

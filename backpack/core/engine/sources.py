@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from math import prod
 from typing import Any
 
@@ -25,8 +25,6 @@ from backpack.core.record.context import Context
 from backpack.core.record.module_state import placeholder
 from backpack.core.values import at_least_single
 
-# A sum of gradients that is shorter than this part of its terms (squared) has lost digits.
-CANCELLED = 1e-2
 # Samples: all of a range, or chosen ones.
 Samples = slice | Tensor
 
@@ -331,6 +329,9 @@ class Cotangents:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return ``[K, *p]``: the products are linear in the cotangents."""
+        if not len(weights):
+            p = self.c.call.trained[self.name]
+            return self._first.new_zeros(0, *p.shape)
         of_rows = weights.repeat_interleave(self._rows_per_sample, 1)
 
         def weighted(mat: Tensor | None, k: slice) -> Tensor | None:
@@ -390,7 +391,7 @@ def square_norms_of_sum(sources: Sequence[Source]) -> Tensor | None:
             if value is None:
                 return None
             norms = factor * value if norms is None else norms + factor * value
-    if norms is None or (len(terms) > 1 and bool((norms < CANCELLED * sum(sizes)).any())):
+    if norms is None or (len(terms) > 1 and bool((norms < affine.CANCELLED * sum(sizes)).any())):
         return None
     return norms
 
@@ -458,11 +459,7 @@ def source(
         parts.append(Pair(s, x))
     assemble: Callable[[list[Tensor]], Tensor] = _whole
     if not rule.has_one_part:
-        alone = _kept_call(c, reads=False)
-
-        def assemble(values: list[Tensor]) -> Tensor:
-            return rule.assemble(alone, name, values)
-
+        assemble = partial(rule.assemble, _kept_call(c, reads=False), name)
     return Pairs(parts, assemble, (type(rule), name, *(part.shape for part in parts)))
 
 

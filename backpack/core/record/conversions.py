@@ -37,19 +37,16 @@ class Apply:
     module: Module
     inputs: tuple[Any, ...]
 
-    def __post_init__(self) -> None:
-        """Refuse a training flag, which the result would not follow: a function does.
-
-        Raises:
-            TypeError: If one is among the inputs.
-        """
-        if TrainingFlag in map(type, self.inputs):
-            raise TypeError("A training flag is no input of a module.")
-
     @lazy
     def is_nested(self) -> bool:
         """Whether the results of other modules are among the inputs."""
         return any(isinstance(x, Apply) for x in self.inputs)
+
+    @property
+    def takes_flag(self) -> bool:
+        """Whether a training flag is among the inputs, which the modules would not follow."""
+        is_own = TrainingFlag in map(type, self.inputs)
+        return is_own or any(x.takes_flag for x in self.inputs if isinstance(x, Apply))
 
     @lazy
     def takes_tensors(self) -> bool:

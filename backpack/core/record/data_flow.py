@@ -208,15 +208,25 @@ def _number_of_samples(tensors: Sequence[Tensor]) -> int:
     A table of positions ``[T, H]`` belongs to ``[N, T, H]``, whichever comes first.
     """
     sizes = [len(x) for x in tensors]
-    most = max([sizes.count(n) for n in sizes if n > 1], default=0)
-    tied = [n for n in dict.fromkeys(sizes) if n > 1 and sizes.count(n) == most]
-    if len(tied) < 2:
-        return next(iter(tied or sizes), 0)
-    inner = {n: {s for x in tensors if len(x) == n for s in x.shape[1:]} for n in tied}
-    outer = [
-        n for n in tied if not any(n in inner[m] and m not in inner[n] for m in tied if m != n)
-    ]
-    return (outer or tied)[0]
+    if len(set(sizes)) < 2:
+        return next(iter(sizes), 0)
+    # of other axes of tensors with so many rows; and how many axes these have
+    inner = {n: {s for x in tensors if len(x) == n for s in x.shape[1:]} for n in sizes}
+    depth = {n: max(x.dim() for x in tensors if len(x) == n) for n in sizes}
+
+    def is_inner(n: int) -> bool:
+        """Whether n is a size inside of others, such as of a mask; of one sample, of the larger."""
+        return any(
+            n in inner[m]
+            and m not in inner[n]
+            and (m > 1 or (depth[m], sizes[0] == 1) > (depth[n], False))
+            for m in inner
+            if m != n
+        )
+
+    found = [n for n in inner if not is_inner(n)] or [*inner]
+    several = [n for n in found if n > 1] or found
+    return max(several, key=sizes.count, default=0)
 
 
 def clear_inputs(module: Module, output: Any) -> None:
@@ -230,7 +240,7 @@ def clear_inputs(module: Module, output: Any) -> None:
         layout, mark = layout_of(y), origin(y)
         if layout is None or mark is None or not y.dim() or len(y) not in inputs.others:
             continue
-        if layout.is_batched and (layout.has_rows(y.shape) or not layout.assumed):
+        if layout.is_batched and (layout.is_first(y.shape) or not layout.assumed):
             continue
         mark.lost = (
             f"{inputs.choice}, but an output of shape {list(y.shape)} does not have them along its "

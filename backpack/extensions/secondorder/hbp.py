@@ -17,6 +17,7 @@ from backpack.core.engine.propagations import (
     Propagation,
     SampledFactor,
 )
+from backpack.core.engine.results import Factors
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.utils.warning import warn
@@ -135,6 +136,7 @@ class HBP(SecondOrderBackpropExtension):
 
     needs = ("gram",)
     saves_matrices = True
+    tells_order = False  # whether an optimiser wants to know what the factors belong to
 
     def __init__(
         self,
@@ -224,7 +226,8 @@ class HBP(SecondOrderBackpropExtension):
         """Return the list of Kronecker factors."""
         (first,) = self.needs
         factors = products.kronecker_factors(self.approximation, first, self.joint_bias)
-        return self._limited(factors, products.parameter)
+        factors = self._limited(factors, products.parameter)
+        return Factors(factors, products, self.joint_bias) if self.tells_order else factors
 
     def _limited(self, factors: list[Tensor], p: Tensor) -> list[Tensor]:
         """Return the diagonals of large factors of a parameter, and tell that they are ones."""
