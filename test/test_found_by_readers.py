@@ -1,0 +1,811 @@
+"""Programs in which readers of the code found something wrong, or a strange error."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.testing import assert_close
+from torch.utils.data import TensorDataset
+
+from backpack import backpack, extend, extensions
+from backpack.core.derivatives import check_rule
+from backpack.custom_module.graph_utils import ConversionError
+from backpack.extensions.module_extension import ModuleExtension
+from backpack.hessianfree.hvp import hessian_vector_product
+from backpack.influence import Influence, ProjectedInfluence
+from backpack.laplace import Laplace
+from backpack.linalg import (
+    EKFAC,
+    GGN,
+    NTK,
+    DiagonalGGN,
+    DiagonalOperator,
+    EigenOperator,
+    FisherMC,
+    GGNSpectrum,
+    Jacobian,
+    KroneckerGGN,
+    logdet,
+    spectral_density,
+)
+from backpack.optim import DPSGD, KFAC, SOAP, collate_empty_too
+from backpack.utils.subsampling import subsample
+
+N = 4
+TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Any:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def normalised() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(N, 3), torch.randint(2, (N,))
+
+
+# ------------------------------------------------------------------ the engine
+
+
+class Unused(nn.Module):
+    """Is in no network."""
+
+
+class Doubled(nn.Module):
+    """Has a rule of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class DoubledRule(ModuleExtension):
+    """Twice the columns."""
+
+    def backpropagate(
+        self, ext: Any, module: nn.Module, g_inp: Any, g_out: Any, bpQuantities: Any
+    ) -> Any:
+        return 2 * bpQuantities
+
+
+@pytest.mark.parametrize("name", ["DiagGGNExact", "KFLR", "SqrtGGNExact", "BatchDiagGGNExact"])
+def test_rules_of_users_where_samples_mix(name: str) -> None:
+    """One that is not used changes nothing; one that is cannot see the columns of a sample."""
+    model, (X, y), found = normalised(), batch(), []
+    for kind in (None, Unused, Doubled):
+        ext = getattr(extensions, name)()
+        own = copy.deepcopy(model)
+        if kind is not None:
+            ext.set_module_extension(kind, DoubledRule())
+        if kind is Doubled:
+            own.insert(3, Doubled())
+        loss = extend(nn.CrossEntropyLoss())(extend(own)(X), y)
+        if kind is Doubled:
+            with backpack(ext), pytest.raises(NotImplementedError, match=r"Doubled.*mixes"):
+                loss.backward()
+            continue
+        with backpack(ext):
+            loss.backward()
+        found.append([getattr(p, ext.savefield) for p in own.parameters()])
+    assert_close(*found)
+
+
+def test_subsampling_where_samples_mix() -> None:
+    """A sample may be chosen twice, and has no Hessian of its own."""
+    model, (X, y) = extend(normalised()), batch()
+    lossfunc, some = extend(nn.CrossEntropyLoss()), [0, 0, 2]
+    with backpack(extensions.GGNMP(subsampling=some), extensions.DiagGGNExact(subsampling=some)):
+        lossfunc(model(X), y).backward()
+    for p in model.parameters():
+        units = torch.eye(p.numel()).view(-1, *p.shape)
+        diagonal = p.ggnmp(units).flatten(1).diagonal().view_as(p)
+        assert_close(diagonal, p.diag_ggn_exact, **TOLERANCE)
+    loss = lossfunc(model(X), y)
+    with (
+        backpack(extensions.HMP(subsampling=some)),
+        pytest.raises(NotImplementedError, match="no Hessian"),
+    ):
+        loss.backward()
+
+
+@pytest.mark.parametrize("approximation", [None, "expand", "reduce"])
+def test_factors_of_some_samples_where_they_mix(approximation: Any) -> None:
+    """Those of a weight that is used twice, too."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.norm(self.layer(x)).tanh())
+
+    model, X = extend(Twice(), use_converter=True), torch.randn(N, 3)
+    ext = extensions.KFLR([2, 0, 2], approximation=approximation)
+    with backpack(ext):
+        extend(nn.MSELoss())(model(X), torch.zeros(N, 3)).backward()
+    inputs = [X, model.norm(model.layer(X)).tanh().detach()]
+    chosen = [x[[2, 0, 2]] for x in inputs]
+    if approximation == "reduce":
+        mean = sum(chosen) / 2
+        truth = mean.T @ mean / 3
+    else:
+        truth = sum(x.T @ x for x in chosen) / (6 if approximation == "expand" else 3)
+    assert_close(model.layer.weight.kflr[1], truth, **TOLERANCE)
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (3, 5)])
+def test_towers_with_batches_of_other_sizes(sizes: tuple[int, int]) -> None:
+    """Each has its samples, also where one size divides the other."""
+    towers = [nn.Sequential(nn.Linear(3, 3), nn.Softmax(1), nn.Linear(3, 2)) for _ in sizes]
+    data = [(torch.randn(n, 3), torch.randn(n, 2)) for n in sizes]
+    lossfunc = extend(nn.MSELoss())
+    exts = extensions.KFAC(fisher="inputs"), extensions.BatchDiagHessian()
+    with backpack(*exts):
+        pairs = zip(towers, data, strict=True)
+        sum(lossfunc(extend(t)(X), y) for t, (X, y) in pairs).backward()
+    for tower, (X, y) in zip(towers, data, strict=True):
+        assert_close(tower[0].weight.kfac[1], X.T @ X / len(X), **TOLERANCE)
+        truths = oracle.batch_hessian_diag(copy.deepcopy(tower), nn.MSELoss(), X, y)
+        for p, truth in zip(tower.parameters(), truths, strict=True):
+            assert_close(p.diag_h_batch, truth, **TOLERANCE)
+
+
+def test_convolutions_on_batches_of_other_sizes() -> None:
+    towers = [nn.Sequential(nn.Conv1d(1, 2, 2), nn.Sigmoid(), nn.Flatten()) for _ in "12"]
+    data, lossfunc = [torch.randn(n, 1, 4) for n in (3, 5)], extend(nn.MSELoss())
+    with backpack(extensions.BatchDiagHessian()):
+        pairs = zip(towers, data, strict=True)
+        sum(lossfunc(extend(t)(X), torch.zeros(len(X), 6)) for t, X in pairs).backward()
+    for tower, X in zip(towers, data, strict=True):
+        truths = oracle.batch_hessian_diag(tower, nn.MSELoss(), X, torch.zeros(len(X), 6))
+        for p, truth in zip(tower.parameters(), truths, strict=True):
+            assert_close(p.diag_h_batch, truth, **TOLERANCE)
+
+
+@pytest.mark.parametrize("place", ["last layer", "model", "before"])
+def test_hooks_of_modules_around_a_loss_that_is_not_extended(place: str) -> None:
+    model, (X, y) = extend(mlp()), batch()
+    hooked = model if place == "model" else model[2]
+    if place == "before":
+        hooked.register_full_backward_pre_hook(lambda module, grads: None)
+    else:
+        hooked.register_full_backward_hook(lambda module, inputs, outputs: None)
+    with backpack(extensions.BatchGrad(), extensions.Variance()):
+        F.cross_entropy(model(X), y).backward()
+    for p in model.parameters():
+        assert_close(p.grad_batch.sum(0), p.grad, **TOLERANCE)
+
+
+def test_extensions_with_tensors_among_their_options() -> None:
+    one, other = (extensions.ClippedGrad(1.0, weights=torch.rand(N)) for _ in "12")
+    with pytest.raises(ValueError, match="one savefield"):
+        backpack(one, other)
+
+
+def test_linear_combinations_of_losses_by_a_matrix(recwarn: Any) -> None:
+    model, (X, y), lossfunc = extend(mlp()), batch(), extend(nn.CrossEntropyLoss())
+    losses = torch.stack([lossfunc(model(X), y), lossfunc(model(2 * X), y)])
+    with backpack(extensions.DiagGGNExact()):
+        (losses @ torch.rand(2, 1)).sum().backward()
+    assert not [w for w in recwarn if "modified" in str(w.message)]
+
+
+def test_samples_of_a_large_output_that_is_computed_again() -> None:
+    """Whether a module acts on samples alone does not depend on what was kept."""
+
+    class Tied(nn.Module):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(size, 3), nn.Linear(3, size, bias=False)
+            self.layer, self.head.weight = nn.Linear(3, 3), self.table.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.layer(self.table(x)).tanh())
+
+    for size in (63, 64):  # one output is kept, the other one is not
+        model, lossfunc = extend(Tied(size)), extend(nn.CrossEntropyLoss(reduction="sum"))
+        X, y = torch.randint(size, (16, 64)), torch.randint(size, (16 * 64,))
+        with backpack(extensions.HMP(subsampling=[2, 0, 2])):
+            lossfunc(model(X).reshape(-1, size), y).backward()
+        p = model.table.weight
+        assert p.hmp(torch.rand(1, *p.shape)).isfinite().all()
+
+
+@pytest.mark.parametrize("distance", [1e-3, 3e-4])
+def test_bound_of_gradients_that_nearly_cancel(distance: float) -> None:
+    """Norms of sums that are much shorter than their terms are those of the products."""
+
+    class Difference(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            return h[:, 0] - h[:, 1]
+
+    X = torch.randn(3, 1, 64) + distance * torch.randn(3, 2, 64)
+    model, y = Difference().float(), torch.full((3, 64), 1e4)
+    exts = extensions.ClippedGrad(1.0), extensions.BatchL2Grad(), extensions.BatchGrad()
+    extended, lossfunc = extend(model, use_converter=True), extend(nn.MSELoss(reduction="sum"))
+    with backpack(*exts[:2]):
+        lossfunc(extended(X.float()), y.float()).backward()
+    norms = extended.layer.weight.batch_l2
+    with backpack(exts[2]):
+        lossfunc(extended(X.float()), y.float()).backward()
+    truth = extended.layer.weight.grad_batch.double().flatten(1).square().sum(1)
+    assert_close(norms.double(), truth, rtol=1e-4, atol=0.0)
+
+
+# ------------------------------------------------------------------ rules
+
+
+class Average(nn.Module):
+    """Keeps averages: as a frozen parameter, an attribute, and lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.own, self._hist = torch.zeros(()), [0.0]
+        self.log: dict[str, list[float]] = {"means": []}
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean()
+        with torch.no_grad():
+            self.frozen.mul_(0.9).add_(0.1 * mean)
+            self.own.mul_(0.9).add_(0.1 * mean)
+        self._hist.append(float(mean))
+        self.log["means"].append(float(mean))
+        torch.rand(1, generator=self.generator)
+        return x.sin()
+
+
+def test_what_a_module_without_a_rule_changes() -> None:
+    """It is that of one forward pass, however often the library evaluates the module."""
+    model, (X, y) = nn.Sequential(nn.Linear(3, 3), Average(), nn.Linear(3, 2)), batch()
+    plain = copy.deepcopy(model)
+    plain(X)
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        extend(nn.CrossEntropyLoss())(extend(model)(X), y).backward()
+    mine, other = model[1], plain[1]
+    assert_close((mine.frozen, mine.own), (other.frozen, other.own))
+    assert (mine._hist, mine.log) == (other._hist, other.log)
+    assert torch.equal(mine.generator.get_state(), other.generator.get_state())
+
+
+def test_leaves_that_share_memory_in_attention() -> None:
+    """A query that requires a gradient is no key, with whose memory it is."""
+    attention, found = nn.MultiheadAttention(4, 2, batch_first=True), []
+    q, direction = torch.randn(2, 3, 4), None
+    for is_copied in (False, True):
+        leaf = q.clone().requires_grad_()
+        key = leaf.detach().clone() if is_copied else leaf.detach()
+        output = extend(attention)(leaf, key, key, need_weights=False)[0]
+        with backpack(extensions.BatchGrad()):
+            output.square().sum().backward(create_graph=True)
+        each = attention.in_proj_weight.grad_batch
+        direction = torch.randn_like(each) if direction is None else direction
+        found.append(torch.autograd.grad((each * direction).sum(), leaf)[0])
+    assert_close(*found, **TOLERANCE)
+
+
+def test_losses_of_several_predictions_behind_functions() -> None:
+    class Evidence(nn.Module):
+        def forward(self, r: Tensor, x: Tensor, mu: Tensor, logs: Tensor) -> Tensor:
+            return (r - x).square().sum() / N + (mu.square() + logs.exp() - logs).sum() / N
+
+    nets, X = [nn.Linear(3, 4) for _ in range(3)], torch.randn(N, 3)
+
+    def total(loss: nn.Module, r: Tensor, mu: Tensor, logs: Tensor) -> Tensor:
+        return loss(r.view(N, 2, 2).sigmoid(), torch.zeros(N, 2, 2), mu, logs)
+
+    with backpack(extensions.DiagHessian()):
+        total(extend(Evidence()), *[extend(net)(X) for net in nets]).backward()
+    for i, net in enumerate(nets):
+
+        def function(weight: Tensor, i: int = i) -> Tensor:
+            outputs = [net(X) for net in nets]
+            outputs[i] = X @ weight.T + nets[i].bias
+            return total(Evidence(), *outputs)
+
+        hessian = torch.autograd.functional.hessian(function, net.weight.detach())
+        truth = hessian.reshape(12, 12).diagonal().view_as(net.weight)
+        assert_close(net.weight.diag_h, truth, **TOLERANCE)
+
+
+def test_check_rule_with_samples_along_another_axis() -> None:
+    check_rule(nn.GRU(2, 3), torch.randn(5, 3, 2))
+    check_rule(nn.GRU(2, 3), torch.randn(1, 3, 2))
+
+
+# ------------------------------------------------------------------ conversion
+
+
+class Whole(nn.Module):
+    """Runs a function."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.lin, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.w, self.function = nn.Parameter(torch.rand(4)), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self, self.lin(x)))
+
+
+def change_behind_einsum(m: Any, h: Tensor) -> Tensor:
+    torch.einsum("ni->in", h).add_(1)
+    return h.sigmoid()
+
+
+def change_by_name(m: Any, h: Tensor) -> Tensor:
+    torch.relu_(input=h)
+    return h.sin()
+
+
+def experts(m: Any, h: Tensor) -> Tensor:
+    out, none = torch.zeros_like(h), h[:, 0] > 1e6
+    out[~none] = h[~none].sin()
+    out[none] = h[none] * m.w + m.w
+    return out
+
+
+def new_axes(m: Any, h: Tensor) -> Tensor:
+    h = h[:, :4]
+    h.unsqueeze_(1)
+    return h.squeeze(1).sigmoid()
+
+
+@pytest.mark.parametrize("function", [change_behind_einsum, change_by_name, experts, new_axes])
+@pytest.mark.parametrize("converter", ["trace", "record"])
+def test_functions_that_change_or_choose(converter: str, function: Any) -> None:
+    model, (X, y) = Whole(function), batch()
+    plain, told = copy.deepcopy(model), None
+    try:
+        extended = extend(model, use_converter=converter)
+    except ConversionError as error:
+        told = str(error)
+    if converter == "trace" and function is change_behind_einsum:
+        assert told is not None and "changes a tensor in place that shares its memory" in told
+        return
+    assert told is None
+    loss = extend(nn.CrossEntropyLoss())(extended(X), y)
+    truth = oracle.batch_grad(plain, nn.CrossEntropyLoss(), X, y)
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        loss.backward()
+    assert_close(loss, nn.CrossEntropyLoss()(plain(X), y))
+    diagonals = oracle.ggn_diag(plain, nn.CrossEntropyLoss(), X, y)
+    names = [name for name, p in plain.named_parameters() if p.requires_grad]
+    params = dict(extended.named_parameters())
+    for name, each, diagonal in zip(names, truth, diagonals, strict=True):
+        if hasattr(params[name], "grad_batch"):
+            assert_close(params[name].grad_batch, each, **TOLERANCE)
+            assert_close(params[name].diag_ggn_exact, diagonal, **TOLERANCE)
+
+
+def test_mode_compared_by_identity_in_a_method() -> None:
+    class Model(nn.Linear):
+        def act(self, h: Tensor) -> Tensor:
+            return h.sin() if self.training is True else h.cos()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(F.linear(x, self.weight))
+
+    with pytest.raises(ConversionError, match="by identity"):
+        extend(nn.Sequential(Model(3, 3)), use_converter="trace")
+
+
+def test_a_hook_that_raises_before_a_recorded_leaf() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.bad = nn.Linear(3, 2), nn.Linear(3, 3)
+            self.w = nn.Parameter(torch.rand(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with suppress(KeyError):
+                x = self.bad(x)
+            return self.lin(x) * self.w
+
+    def fails(module: nn.Module, args: Any) -> None:
+        raise KeyError
+
+    model, (X, y) = Model(), batch()
+    model.bad.register_forward_pre_hook(fails)
+    with backpack(extensions.BatchGrad()):
+        extend(nn.CrossEntropyLoss())(extend(model, use_converter="record")(X), y).backward()
+    assert_close(model.w.grad_batch.sum(0), model.w.grad)
+
+
+# ------------------------------------------------------------------ operators
+
+
+def test_hooks_of_users_do_not_see_passes_of_the_library() -> None:
+    """An optimiser that steps in the backward pass is not called, and gradients are not changed."""
+    model, lossfunc, data = mlp(), nn.CrossEntropyLoss(), [batch(), batch()]
+    truth = DiagonalGGN(model, lossfunc, data, progress=False).diagonal()
+    of_ggn = GGN(model, lossfunc, data, progress=False).to_dense()
+    before, called = copy.deepcopy(model.state_dict()), []
+
+    def step(p: Tensor) -> None:
+        called.append(p)
+        p.grad = None
+
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+        p.register_post_accumulate_grad_hook(step)
+        p.register_hook(lambda grad: 2 * grad)
+    assert_close(DiagonalGGN(model, lossfunc, data, progress=False).diagonal(), truth)
+    assert_close(GGN(model, lossfunc, data, progress=False).to_dense(), of_ggn)
+    KroneckerGGN(model, lossfunc, data, progress=False)
+    EKFAC(model, lossfunc, data, progress=False)
+    GGNSpectrum(model, lossfunc, data[0])
+    NTK(model, data[0][0]).traced()
+    Influence(model, lossfunc, data, damping=1e-2, progress=False).scores(data)
+    assert not called
+    assert_close(model.state_dict(), before)
+    assert all((p.grad == 1).all() for p in model.parameters())
+    with backpack(extensions.BatchGrad(), gradients=False):
+        extend(lossfunc)(extend(model)(data[0][0]), data[0][1]).backward()
+    assert not called
+
+
+def test_products_in_inference_mode() -> None:
+    model, (X, y) = mlp(), batch()
+    loss, params = nn.CrossEntropyLoss()(model(X), y), [*model.parameters()]
+    vectors = [torch.rand_like(p) for p in params]
+    expected = hessian_vector_product(loss, params, vectors)
+    with torch.inference_mode():
+        assert_close(hessian_vector_product(loss, params, vectors), expected)
+
+
+def test_blocks_of_a_generator() -> None:
+    model, (X, y) = extend(mlp()), batch()
+    with backpack(extensions.EKFAC()):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    blocks = [p.ekfac for p in model.parameters()]
+    assert_close(EigenOperator(iter(blocks)).to_dense(), EigenOperator(blocks).to_dense())
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-18])
+@pytest.mark.parametrize("which", ["LA", "SA"])
+def test_eigenvalues_of_small_matrices(scale: float, which: str) -> None:
+    """The accuracy is relative to them."""
+    basis, _ = torch.linalg.qr(torch.randn(30, 30))
+    matrix = (basis * torch.arange(1.0, 31)) @ basis.T
+
+    class Dense(DiagonalOperator):
+        def _matmat(self, vectors: Tensor) -> Tensor:
+            return scale * (matrix.float() @ vectors)
+
+    values, _ = Dense(torch.ones(30, dtype=torch.float32)).eigsh(5, which)
+    expected = torch.arange(26.0, 31) if which == "LA" else torch.arange(1.0, 6)
+    assert_close(values.double() / scale, expected, rtol=1e-3, atol=0.0)
+
+
+def test_counts_of_many_eigenvalues() -> None:
+    density = spectral_density(DiagonalOperator(torch.rand(6_000_000, dtype=torch.float32)))
+    counted = density.counts(torch.tensor([-1.0, 2.0]))
+    assert_close(counted.value.double(), torch.tensor([6e6]), rtol=1e-6, atol=0.0)
+
+
+def test_determinants_in_half_precision() -> None:
+    size = 100_000
+    operator = DiagonalOperator(torch.full((size,), 1.01, dtype=torch.float16))
+    true = size * float(torch.tensor(1.01, dtype=torch.float16).double().log())
+    assert abs(float(logdet(operator).value) - true) < 1e-2 * true
+
+
+def test_tangent_kernels_of_samples_with_other_outputs() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
+    one, other = torch.randn(2, 3, 3), torch.randn(4, 5, 3)
+
+    def jacobian(x: Tensor) -> Tensor:
+        rows = model(x).flatten()
+        return torch.cat(oracle._jacobian(rows, [*model.parameters()]), 1)
+
+    kernel = NTK(model, one, other)
+    assert_close(kernel.to_dense(), jacobian(one) @ jacobian(other).T)
+    with pytest.raises(ValueError, match="6 outputs, and others with 10"):
+        kernel.traced()
+
+
+def test_data_that_have_no_batches() -> None:
+    with pytest.raises(ValueError, match="TensorDataset has a sample in each item"):
+        Jacobian(mlp(), TensorDataset(*batch()))
+
+
+def test_fisher_of_empty_batches_and_large_seeds() -> None:
+    model, data = mlp(), [(torch.randn(N, 3), torch.randn(N, 2))]
+    v = torch.rand(sum(p.numel() for p in model.parameters()), 1)
+    expected = FisherMC(model, nn.MSELoss(), data, seed=2**62, progress=False) @ v
+    empty = torch.randn(0, 3), torch.randn(0, 2)
+    with_empty = FisherMC(model, nn.MSELoss(), [*data, empty], seed=2**62, progress=False)
+    assert_close(with_empty @ v, expected)
+
+
+def test_slopes_where_rows_of_samples_merge() -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 2), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x).tanh().view(-1, 4))
+
+    model, X, y = Rows(), torch.randn(2 * N, 3), torch.randint(2, (N,))
+    spectrum = GGNSpectrum(model, nn.CrossEntropyLoss(), (X, y))
+    losses = nn.CrossEntropyLoss(reduction="none")(model(X), y) / N
+    grads = torch.cat(oracle._jacobian(losses, [*model.parameters()]), 1)
+    _, vectors = spectrum.eigh()
+    assert_close(spectrum.slopes(), grads @ vectors, **TOLERANCE)
+
+
+@pytest.mark.parametrize("curvature", [GGN, DiagonalGGN, KroneckerGGN])
+def test_threads_that_share_a_loss(curvature: Any) -> None:
+    lossfunc = nn.CrossEntropyLoss()
+    models, data = [mlp() for _ in range(4)], [[batch()] for _ in range(4)]
+    size = sum(p.numel() for p in models[0].parameters())
+    v = torch.rand(size, 1)
+
+    def product(i: int) -> Tensor:
+        return curvature(models[i], lossfunc, data[i], progress=False) @ v
+
+    expected = [product(i) for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            assert_close(list(pool.map(product, range(4))), expected)
+    assert not hasattr(lossfunc, "_backpack_extend")
+
+
+# ------------------------------------------------------------------ Laplace and influence
+
+
+@pytest.mark.parametrize("kind", ["token", "norm"])
+def test_parameters_of_the_last_layer(kind: str) -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token, self.body, self.head = nn.Parameter(torch.rand(3)), nn.Linear(3, 3), None
+            self.head = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x + self.token).tanh())
+
+    model = Root() if kind == "token" else nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    head = model.head if kind == "token" else model[1]
+    if kind == "norm":
+        parametrizations.weight_norm(head)
+    own = list(head.parameters())
+    posterior = Laplace(model, nn.CrossEntropyLoss(), [batch()], params="last", progress=False)
+    assert set(map(id, posterior._objective.params)) == set(map(id, own))
+
+
+def test_projected_influence_in_single_precision() -> None:
+    """There are fewer samples than directions: rounding must not exceed the damping."""
+    model, data = mlp(), [(torch.randn(N, 3), 30 * torch.randn(N, 2))]
+    projection, found = extensions.ProjectedGrad(64), []
+    for dtype in (torch.float64, torch.float32):
+        own = copy.deepcopy(model).to(dtype)
+        batches = [tuple(x.to(dtype) for x in pair) for pair in data]
+        influence = ProjectedInfluence(own, nn.MSELoss(), batches, projection, progress=False)
+        found.append(influence.scores(batches).double())
+        influence.damping = 10.0
+        other = ProjectedInfluence(own, nn.MSELoss(), batches, projection, 10.0, progress=False)
+        assert_close(influence.scores(batches), other.scores(batches))
+    assert (found[0] - found[1]).norm() < 1e-3 * found[0].norm()
+
+
+def test_a_damping_of_numpy_is_saved(tmp_path: Path) -> None:
+    model, data, lossfunc = mlp(), [batch()], nn.CrossEntropyLoss()
+    influence = Influence(model, lossfunc, data, damping=np.logspace(-2, 0, 3)[1], progress=False)
+    influence.save(tmp_path / "curvature")
+    loaded = Influence.load(tmp_path / "curvature", model, lossfunc, data, progress=False)
+    assert_close(loaded.scores(data), influence.scores(data))
+
+
+def test_factored_gradients_of_layers_with_parts_are_pickled() -> None:
+    layer = extend(nn.Bilinear(3, 3, 4))
+    with backpack(extensions.BatchGrad(factored=True)):
+        layer(torch.randn(N, 3), torch.randn(N, 3)).sum().backward()
+    g: Any = layer.weight.grad_batch
+    assert_close(pickle.loads(pickle.dumps(g)).dense(), g.dense())
+
+
+def test_factored_gradients_in_autocast() -> None:
+    model = extend(nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 2)).float())
+    X = torch.randn(N, 30, dtype=torch.float32)
+    with backpack(extensions.BatchGrad(factored=True)):
+        model(X).sum().backward()
+    g: Any = model[0].weight.grad_batch
+    w = torch.rand(N, dtype=torch.float32)
+    expected = g.gram(), g.weighted_sum(w), g.dot(g)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close((g.gram(), g.weighted_sum(w), g.dot(g)), expected)
+
+
+# ------------------------------------------------------------------ optimisers
+
+
+class Transposed(nn.Module):
+    """A transposed convolution as a function."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(weight.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv_transpose1d(x, self.kernel).flatten(1)
+
+
+@pytest.mark.parametrize("ekfac", [False, True])
+@pytest.mark.parametrize("converter", ["trace", "record"])
+def test_kfac_of_transposed_kernels_in_functions(converter: str, ekfac: bool) -> None:
+    layer, X, steps = nn.ConvTranspose1d(3, 3, 2, bias=False), torch.randn(N, 3, 4), []
+    for model, conversion in (
+        (nn.Sequential(copy.deepcopy(layer), nn.Flatten()), False),
+        (Transposed(layer.weight.detach()), converter),
+    ):
+        (p,) = model.parameters()
+        extended = extend(model, use_converter=conversion)
+        optimiser = KFAC(
+            [p],
+            lr=1.0,
+            damping=0.1,
+            betas=(0, 0),
+            kl_clip=None,
+            extension=extensions.KFLR(),
+            ekfac=ekfac,
+        )
+        with backpack(*optimiser.extensions):
+            extend(nn.MSELoss())(extended(X), torch.zeros(N, 15)).backward()
+        optimiser.step()
+        steps.append(p.detach())
+    assert_close(*steps)
+
+
+def test_kfac_of_weights_whose_biases_have_other_modules() -> None:
+    """A backward pass knows which weight a bias is joined with; names of attributes do not."""
+
+    class Crossed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = F.linear(x, self.a.weight, self.b.bias).tanh()
+            return F.linear(h, self.b.weight, self.a.bias)
+
+    crossed, X, found = Crossed(), torch.randn(N, 3), []
+    straight = nn.Sequential(copy.deepcopy(crossed.a), nn.Tanh(), copy.deepcopy(crossed.b))
+    straight[0].bias.data, straight[2].bias.data = (
+        crossed.b.bias.data.clone(),
+        crossed.a.bias.data.clone(),
+    )
+    for model, converter in ((straight, False), (crossed, "record")):
+        extended = extend(model, use_converter=converter)
+        optimiser = KFAC(model.parameters(), extension=extensions.KFLR(joint_bias=True))
+        with backpack(*optimiser.extensions):
+            extend(nn.MSELoss())(extended(X), torch.zeros(N, 3)).backward()
+        optimiser.step()
+        found.append(extended(X).detach())
+    assert_close(*found)
+
+
+def test_steps_without_gradients_are_told() -> None:
+    model, (X, y), lossfunc = extend(mlp()), batch(), extend(nn.CrossEntropyLoss())
+    private = DPSGD(
+        model.parameters(), lr=0.1, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=N
+    )
+    for optimiser in (private, KFAC(model.parameters())):
+        with backpack(*optimiser.extensions, gradients=False):
+            lossfunc(model(X), y).backward()
+        with pytest.raises(RuntimeError, match="gradients=False"):
+            optimiser.step()
+        optimiser.zero_grad()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_sample_that_is_not_finite_hides_no_other(value: float) -> None:
+    model, (X, _), lossfunc = extend(mlp()), batch(), extend(nn.CrossEntropyLoss())
+    optimiser = DPSGD(
+        model.parameters(), lr=0.1, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=N
+    )
+    X[1, 0], y = value, torch.tensor([0, 1, 1, 0])
+    with backpack(*optimiser.extensions):
+        (lossfunc(model(X), y) * y.double().mean()).backward()
+    with pytest.raises(ValueError, match="functions that read"):
+        optimiser.step()
+
+
+def test_private_steps_of_models_that_name_a_precision_in_autocast() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3, dtype=torch.float32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x.bfloat16())
+            weights = torch.softmax(h, 1, dtype=torch.float32).to(h.dtype)
+            return weights @ h.new_ones(3, 2)
+
+    model, (X, y) = extend(Model(), use_converter="record"), batch()
+    optimiser = DPSGD(
+        model.parameters(), lr=0.1, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=N
+    )
+    with torch.autocast("cpu", torch.bfloat16), backpack(*optimiser.extensions):
+        loss = extend(nn.CrossEntropyLoss())(model(X.float()), y)
+        loss.backward()
+    optimiser.step()
+
+
+def test_a_forward_pass_that_fails_keeps_nothing() -> None:
+    model, (X, _) = extend(mlp()), batch()
+    optimiser = DPSGD(
+        model.parameters(), lr=0.1, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=N
+    )
+    with pytest.raises(KeyError), backpack(*optimiser.extensions):
+        model(X)
+        raise KeyError
+    assert not optimiser.extension.program.seen
+
+
+def test_states_that_hooks_change_or_that_others_load() -> None:
+    model = mlp()
+    soap = SOAP(model.parameters())
+    for _ in range(2):
+        model(torch.randn(N, 3)).sum().backward()
+        soap.step()
+
+    def later(optimiser: Any, state: Any) -> Any:
+        return {**state, "state": {k: {**v, "step": 99} for k, v in state["state"].items()}}
+
+    soap.register_load_state_dict_pre_hook(later)
+    soap.load_state_dict(soap.state_dict())
+    assert {state["step"] for state in soap.state.values()} == {99}
+    private = DPSGD(
+        model.parameters(), lr=0.1, max_grad_norm=0.5, noise_multiplier=1.0, expected_batch_size=N
+    )
+    private.register_load_state_dict_pre_hook(lambda _, state: {**state, "max_grad_norm": 7.0})
+    private.load_state_dict(private.state_dict())
+    assert private.max_grad_norm == 7.0
+    private.optimizer.load_state_dict(private.optimizer.state_dict())
+    with pytest.raises(RuntimeError, match="other groups of parameters"):
+        private.step()
+
+
+def test_masks_of_tensors_and_batches_with_numbers() -> None:
+    with pytest.raises(ValueError, match="integer indices"):
+        subsample(torch.arange(3), 0, list(torch.tensor([True, False, True])))
+    data = TensorDataset(torch.rand(3, 2))
+
+    def collate(samples: list[Any]) -> Any:
+        return torch.stack([x for (x,) in samples]), torch.tensor(float(len(samples)))
+
+    X, _ = collate_empty_too(data, collate)([])
+    assert X.shape == (0, 2)
