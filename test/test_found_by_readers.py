@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 from torch.testing import assert_close
 from torch.utils.data import TensorDataset
 
@@ -172,6 +172,47 @@ def test_towers_with_batches_of_other_sizes(sizes: tuple[int, int]) -> None:
         truths = oracle.batch_hessian_diag(copy.deepcopy(tower), nn.MSELoss(), X, y)
         for p, truth in zip(tower.parameters(), truths, strict=True):
             assert_close(p.diag_h_batch, truth, **TOLERANCE)
+
+
+@pytest.mark.parametrize("sizes", [(4, 6), (31, 32)])
+def test_factors_of_a_weight_on_batches_of_other_sizes(sizes: tuple[int, int]) -> None:
+    """A sum over all samples, divided by one of the sizes."""
+    model, lossfunc = extend(mlp()), extend(nn.MSELoss())
+    data = [(torch.randn(n, 3), torch.randn(n, 2)) for n in sizes]
+    with backpack(extensions.KFLR()):
+        sum(lossfunc(model(X), y) for X, y in data).backward()
+    total = sum(X.T @ X for X, _ in data)
+    assert_close(total / model[0].weight.kflr[1], torch.full((3, 3), float(min(sizes))))
+
+
+class ByTwosAndThrees(nn.Module):
+    """A layer that reads rows of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(3, 6), nn.Linear(2, 2)
+        self.wide = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.first(x)
+        return self.wide(h.view(-1, 3)), self.layer(h.view(-1, 2))
+
+
+def test_losses_of_rows_by_twos_and_by_threes() -> None:
+    model, X, lossfunc = extend(ByTwosAndThrees()), torch.randn(N, 3), extend(nn.MSELoss())
+    outputs = model(X)
+    exts = extensions.DiagGGNExact(), extensions.BatchDiagGGNExact(), extensions.BatchGrad()
+    with backpack(*exts, extensions.SqrtGGNExact()):
+        sum(lossfunc(y, torch.zeros_like(y)) for y in outputs).backward()
+    for p in model.first.parameters():
+        truth = 0.0
+        for y in model(X):
+            (J,) = oracle._jacobian(y, [p])
+            truth = truth + 2 / y.numel() * J.square().sum(0).view_as(p)
+        assert_close(p.diag_ggn_exact, truth, **TOLERANCE)
+        assert_close(p.diag_ggn_exact_batch.sum(0), truth, **TOLERANCE)
+        assert_close(p.sqrt_ggn_exact.square().sum((0, 1)), truth, **TOLERANCE)
+        assert_close(p.grad_batch.sum(0), p.grad, **TOLERANCE)
 
 
 def test_convolutions_on_batches_of_other_sizes() -> None:
@@ -403,9 +444,30 @@ def test_functions_that_change_or_choose(converter: str, function: Any) -> None:
     names = [name for name, p in plain.named_parameters() if p.requires_grad]
     params = dict(extended.named_parameters())
     for name, each, diagonal in zip(names, truth, diagonals, strict=True):
-        if hasattr(params[name], "grad_batch"):
+        if name != "w" or function is experts:
             assert_close(params[name].grad_batch, each, **TOLERANCE)
             assert_close(params[name].diag_ggn_exact, diagonal, **TOLERANCE)
+
+
+def test_changes_of_what_einsum_has_computed() -> None:
+    """A product has its own memory, and methods that forward does not call are not looked at."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def fit(self) -> bool:
+            return self.training is True
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            y = torch.einsum("ni,ni->ni", h, x)
+            y += 1
+            return y + h
+
+    model, X = Model(), torch.randn(N, 3)
+    assert_close(extend(copy.deepcopy(model), use_converter="trace")(X), model(X))
 
 
 def test_mode_compared_by_identity_in_a_method() -> None:
@@ -586,7 +648,18 @@ def test_threads_that_share_a_loss(curvature: Any) -> None:
 # ------------------------------------------------------------------ Laplace and influence
 
 
-@pytest.mark.parametrize("kind", ["token", "norm"])
+class LowRank(nn.Module):
+    """A weight and a product of small matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.rand(2, 1)), nn.Parameter(torch.rand(1, 4))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.a @ self.b
+
+
+@pytest.mark.parametrize("kind", ["token", "norm", "low rank", "behind"])
 def test_parameters_of_the_last_layer(kind: str) -> None:
     class Root(nn.Module):
         def __init__(self) -> None:
@@ -597,11 +670,21 @@ def test_parameters_of_the_last_layer(kind: str) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.body(x + self.token).tanh())
 
-    model = Root() if kind == "token" else nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    head = model.head if kind == "token" else model[1]
+    class Behind(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.weight = nn.Linear(3, 3), nn.Parameter(torch.rand(3, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x).tanh() @ self.weight
+
+    model: Any = {"token": Root, "behind": Behind}.get(kind, mlp)()
+    head = model.head if kind == "token" else model if kind == "behind" else model[2]
     if kind == "norm":
         parametrizations.weight_norm(head)
-    own = list(head.parameters())
+    if kind == "low rank":
+        parametrize.register_parametrization(head, "weight", LowRank())
+    own = [model.weight] if kind == "behind" else list(head.parameters())
     posterior = Laplace(model, nn.CrossEntropyLoss(), [batch()], params="last", progress=False)
     assert set(map(id, posterior._objective.params)) == set(map(id, own))
 
@@ -741,6 +824,59 @@ def test_a_sample_that_is_not_finite_hides_no_other(value: float) -> None:
         (lossfunc(model(X), y) * y.double().mean()).backward()
     with pytest.raises(ValueError, match="functions that read"):
         optimiser.step()
+
+
+def test_numbers_of_a_batch_with_a_sample_that_is_not_finite() -> None:
+    model, (X, y), lossfunc = extend(mlp()), batch(), extend(nn.CrossEntropyLoss())
+    X[1, 0] = float("nan")
+    optimiser = DPSGD(
+        model.parameters(), lr=0.1, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=N
+    )
+    with backpack(*optimiser.extensions):
+        lossfunc(model(X) * X.nan_to_num().mean().item(), y).backward()
+    with pytest.raises(ValueError, match="numbers taken before"):
+        optimiser.step()
+
+
+def test_private_steps_of_two_models_with_batches_of_their_own() -> None:
+    models = [extend(mlp()), extend(mlp())]
+    params = [p for model in models for p in model.parameters()]
+    optimiser = DPSGD(
+        params,
+        lr=0.1,
+        max_grad_norm=1.0,
+        noise_multiplier=1.0,
+        expected_batch_size=N,
+        per="parameter",
+    )
+    lossfunc = extend(nn.CrossEntropyLoss())
+    with backpack(*optimiser.extensions):
+        sum(
+            lossfunc(model(torch.randn(n, 3)), torch.randint(2, (n,)))
+            for model, n in zip(models, (6, 4), strict=True)
+        ).backward()
+    optimiser.step()
+
+
+def test_an_error_after_the_backward_pass_of_a_private_step() -> None:
+    """What the pass has read is looked at all the same."""
+    model, (X, y), lossfunc = extend(mlp()), batch(), extend(nn.CrossEntropyLoss())
+    optimiser = DPSGD(
+        model.parameters(), lr=0.1, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=N
+    )
+    with suppress(KeyError), backpack(*optimiser.extensions):
+        (lossfunc(model(X), y) * X.mean()).backward()
+        raise KeyError
+    with pytest.raises(ValueError, match="functions that read"):
+        optimiser.step()
+
+
+def test_the_extension_of_an_optimiser_beside_another_one() -> None:
+    model, (X, y) = extend(mlp()), batch()
+    optimiser = KFAC(model.parameters())
+    with backpack(extensions.KFAC(), *optimiser.extensions):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    optimiser.step()
 
 
 def test_private_steps_of_models_that_name_a_precision_in_autocast() -> None:

@@ -444,6 +444,7 @@ class _Converter:
         result.meta["backpack_kind"] = what_kind
         is_view = (row is not None and row.is_view) or name_of(function) in SHARING
         read = nodes_in(args, kwargs)
+        is_view &= name_of(function) != "einsum" or len(read) == 1  # a product has its own memory
         if is_view and what_kind != VALUE and read:
             memory = read[0].meta["backpack_memory"]
             if function.target is operator.getitem:

@@ -329,14 +329,16 @@ def _is_constant(name: str) -> bool:
 
 
 def _codes(kind: type[Module]) -> Iterator[CodeType]:
-    """List the code of the methods of a module, and that of functions in them."""
-    own = (each for each in kind.__mro__ if not each.__module__.startswith("torch."))
-    waiting = [getattr(f, "__code__", None) for each in own for f in vars(each).values()]
+    """List the code of ``forward``, of functions in it, and of methods by the names it uses."""
+    waiting: list[Any] = [getattr(kind.forward, "__code__", None)]
+    seen: set[CodeType] = set()
     while waiting:
         code = waiting.pop()
-        if isinstance(code, CodeType):
+        if isinstance(code, CodeType) and code not in seen:
+            seen.add(code)
             yield code
             waiting += code.co_consts
+            waiting += (getattr(getattr(kind, n, None), "__code__", None) for n in code.co_names)
 
 
 def _compares_identity(code: CodeType) -> bool:

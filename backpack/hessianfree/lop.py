@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from threading import RLock
 
 import torch
 from torch import Tensor
+
+_hooks_are_aside = RLock()
 
 
 @torch.inference_mode(False)
@@ -90,14 +93,16 @@ def vjp(
 @contextmanager
 def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Set the hooks of leaves aside, which change gradients, and no Jacobian."""
-    held = [(own, dict(own)) for x in tensors if x.is_leaf and (own := x._backward_hooks)]
-    try:
-        for own, _ in held:
-            own.clear()
-        yield
-    finally:
-        for own, hooks in held:
-            own.update(hooks)
+    found = [x._backward_hooks for x in tensors if x.is_leaf and x._backward_hooks is not None]
+    with _hooks_are_aside if found else nullcontext():  # other threads may differentiate, too
+        held = [(own, dict(own)) for own in found]
+        try:
+            for own, _ in held:
+                own.clear()
+            yield
+        finally:
+            for own, hooks in held:
+                own.update(hooks)
 
 
 def as_tuple(tensors: Tensor | Iterable[Tensor]) -> tuple[Tensor, ...]:

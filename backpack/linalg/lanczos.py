@@ -16,9 +16,10 @@ RESTARTS = 50
 
 
 def eigenpairs(A: LinearOperator, k: int, which: str, tolerance: float, start: Any) -> Pairs:
-    """Return k eigenpairs: those of a matrix of about unit size, as ARPACK's accuracy is absolute.
+    """Return k eigenpairs, by those of a multiple of about unit size.
 
-    Arguments are those of :func:`_eigenpairs`.
+    ARPACK's accuracy is relative to an eigenvalue, or to a fixed number that is larger. Arguments
+    are those of :func:`_eigenpairs`.
     """
     unit = A.dtype.type(abs(A @ start).max())
     if not (unit and numpy.isfinite(unit)):

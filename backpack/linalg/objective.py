@@ -29,6 +29,7 @@ from backpack.core.record.generators import evaluated_apart
 from backpack.core.record.layout import Place
 from backpack.distributed.data_group import DataGroup, telling
 from backpack.distributed.shards import is_sharded
+from backpack.hessianfree.graph import nodes_above
 from backpack.linalg.extended import extended
 from backpack.utils.batches import map_tensors, tensors_of
 from backpack.utils.progress import with_bar
@@ -433,31 +434,50 @@ def chosen_parameters(
 
 
 def _of_last_layer(model: Module, data: Iterable[Any]) -> list[Parameter]:
-    """Return the trainable parameters of the layer whose call starts last, no root around it."""
-    called: list[list[Parameter]] = []
+    """Return the trainable parameters of the layer that is called last.
 
-    def note(module: Module, *_: Any) -> None:
+    Those of a module around it, such as a class token, are taken if they are applied behind it.
+    """
+    called: list[tuple[Module, list[Parameter]]] = []
+    ends: dict[Module, set[Any]] = {}
+    lists = [module for module in model.modules() if isinstance(module, ParametrizationList)]
+    of_weights = {part for each in lists for part in each.modules()}
+
+    def begin(module: Module, *_: Any) -> None:
         own = [*module.parameters(recurse=False)]
         if is_parametrized(module):  # what its weights are computed from
             parametrizations: Any = module.parametrizations
             own += parametrizations.parameters()
         own = [p for p in own if p.requires_grad]
-        if own and not isinstance(module, ParametrizationList):
-            called.append(own)
+        if own and module not in of_weights:
+            called.append((module, own))
+
+    def end(module: Module, _: Any, output: Any) -> None:
+        ends[module] = {y.grad_fn for y in tensors_of(output)}
 
     if isinstance(model, DistributedDataParallel):
         model = model.module
     check_is_function_of_samples(model)  # its buffers would change
     X, *_ = next(iter(data))
     device = next(model.parameters()).device
-    handles = [module.register_forward_pre_hook(note) for module in model.modules()]
+    handles = [module.register_forward_pre_hook(begin) for module in model.modules()]
+    handles += [module.register_forward_hook(end) for module in model.modules()]
     try:
-        with torch.no_grad(), disable():
+        with torch.inference_mode(False), torch.enable_grad(), disable():
             call("params='last'", model, map_tensors(lambda x: x.to(device), X))
     finally:
         for handle in handles:
             handle.remove()
-    return called[-1] if called else []
+    if not called:
+        return []
+    last, own = called[-1]
+    behind = nodes_above(ends[model], until=ends[last].__contains__)
+    leaves = {id(getattr(node, "variable", None)) for node in behind}
+    for module, others in reversed(called[:-1]):
+        is_around = any(part is last for part in module.modules())
+        if is_around and any(id(p) in leaves for p in others):
+            return others
+    return own
 
 
 def check_is_function_of_samples(model: Module) -> None:

@@ -126,9 +126,14 @@ class Program:
         seen, roots, is_due = self.seen, self.roots, self._is_due
         self.clear()
         samples = len(norms[0]) if norms else 0
-        finite = torch.stack([own.isfinite().cpu() for own in norms]).all(0) if norms else None
-        if finite is None or (is_due and not finite.any()):
-            return None  # nothing is added, and the next pass is looked at
+        if not samples:
+            return None
+        finite = torch.ones(samples, dtype=torch.bool)
+        if is_due:
+            same = [own.to(norms[0].device) for own in norms if len(own) == samples]
+            finite = torch.stack(same).isfinite().all(0).cpu()
+            if not finite.any():
+                return None  # nothing is added, and the next pass is looked at
         self.passes += 1
         if samples < 2 or not (is_due and roots):
             return None
@@ -213,6 +218,7 @@ class _Batch:
     ):
         self.seen, self.roots, self.params = seen, roots, params
         self.samples, self.choice, self.is_ambiguous = len(finite), choice, False
+        self.is_finite = bool(finite.all())
         # a sample that is not finite is replaced by the first that is
         numbers = torch.arange(len(finite))
         self.numbers = numbers.where(finite, numbers[finite][0])
@@ -265,7 +271,7 @@ class _Batch:
                     self.state[f"{name} of {describe(module)}", id(x)] = self.values[id(x)]
         taken, state = self.before = self.before or (numbers, self.state)
         for (name, value, again), (_, _, new) in zip(taken, numbers, strict=True):
-            if value == again != new:
+            if again != new and (value == again or not self.is_finite):
                 self.why = f"numbers taken before the loss was computed ({name})"
         for key, kept in state.items():
             if not _are_same(kept, self.state.get(key, kept)):  # others may be gone by now

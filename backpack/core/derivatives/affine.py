@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from backpack.core import fast, memory
 from backpack.core.derivatives import reductions
@@ -180,8 +181,9 @@ def square_norm(s: Tensor, x: Tensor, shared: dict[str, Any] | None = None) -> T
     of_s, of_x = known["products of positions"], torch.bmm(x, x.mT)
     norms = (of_s * of_x).sum((1, 2))
     sizes = (of_s.diagonal(0, 1, 2) * of_x.diagonal(0, 1, 2)).sum(1)  # sum_t |s_t|² |x_t|²
-    lost = norms < CANCELLED * sizes
-    if torch.finfo(norms.dtype).eps < PRECISE_EPS or not has_values(norms) or not lost.any():
+    eps = torch.finfo(norms.dtype).eps
+    lost = norms < max(CANCELLED, 64 * eps) * sizes
+    if eps < PRECISE_EPS or not has_values(norms) or is_fake(norms) or not lost.any():
         return norms if torch.is_grad_enabled() else norms.clamp_(min=0)
     rows = lost.nonzero()[:, 0]  # what is left of their terms are rounding errors
     s, x = s[:, rows], x[rows]

@@ -217,13 +217,18 @@ def _hold(value: Any, held: dict[int, tuple[Any, Any]]) -> None:
     """Copy a collection, and those in it."""
     if isinstance(value, COLLECTIONS) and id(value) not in held:
         held[id(value)] = value, copy(value)
-        for each in value.values() if isinstance(value, dict) else value:
-            _hold(each, held)
+        entries = value.values() if isinstance(value, dict) else value
+        if any(issubclass(kind, COLLECTIONS) for kind in set(map(type, entries))):
+            for each in entries:
+                _hold(each, held)
 
 
 @contextmanager
-def attributes_kept(module: Module) -> Iterator[None]:
-    """Call the module without hooks of users, and undo what its ``forward`` does to attributes."""
+def attributes_kept(module: Module, saved: dict[str, Any] | None = None) -> Iterator[None]:
+    """Call the module without hooks of users, and undo what its ``forward`` does to attributes.
+
+    What is ``saved`` for a call tells other evaluations of it which tensors are changed in place.
+    """
     states = [(vars(m), dict(vars(m))) for m in module.modules()]
     of_users = [
         (own, name, value)
@@ -236,9 +241,12 @@ def attributes_kept(module: Module) -> Iterator[None]:
     for _, _, value in of_users:
         _hold(value, held)
     vars(module).update({name: {} for name in HOOKS})
+    saved = {} if saved is None else saved
+    changed, clones = saved.get("changed attributes"), {}
     for own, name, value in of_users:
-        if type(value) is Tensor and not value.requires_grad:
-            own[name] = value.clone()
+        is_plain = type(value) is Tensor and not value.requires_grad
+        if is_plain and (changed is None or (id(own), name) in changed):
+            own[name] = clones[id(own), name] = value.clone()
     try:
         yield
     finally:
@@ -246,6 +254,8 @@ def attributes_kept(module: Module) -> Iterator[None]:
             own.update(before)
             for name in own.keys() - before.keys():
                 del own[name]
+        if changed is None:
+            saved["changed attributes"] = {key for key, x in clones.items() if x._version}
         for generator, state in drawn:
             generator.set_state(state)
         for value, as_it_was in held.values():

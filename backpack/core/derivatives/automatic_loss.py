@@ -72,7 +72,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
 
     def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
         """Return the loss for other inputs and parameters; what the user sees does not change."""
-        with attributes_kept(c.module), torch.enable_grad():
+        with attributes_kept(c.module, c.saved), torch.enable_grad():
             return super().evaluate(c, params, *with_gradients(inputs, self.predictions(c)))
 
     def evaluation(self, c: Context) -> Evaluation:

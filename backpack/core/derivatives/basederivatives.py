@@ -84,7 +84,8 @@ class BaseDerivatives(ParameterProducts):
             if not known and overridden & (methods or overridden):
                 for name in names:
                     setattr(cls, name, getattr(BaseDerivatives, name))
-        if "affine_inputs" in own:
+        is_generic = super(cls, cls).affine_inputs is BaseDerivatives.affine_inputs
+        if "affine_inputs" in own and ("affine" in own or not is_generic):
             cls.read_by_affine = own["affine_inputs"]
         cls.keeps_something = cls.saved is not BaseDerivatives.saved
         if "affine" in own or "param_vjp" in own:
@@ -190,10 +191,18 @@ class BaseDerivatives(ParameterProducts):
         args, keywords = c.call.arguments(inputs)
         with c.call.as_it_was(c.call.precision):
             buffers = {name: buffer.clone() for name, buffer in c.module.named_buffers()}
-            # a module may change frozen parameters, such as averages
-            named = c.module.named_parameters()
-            frozen = {name: p.detach().clone() for name, p in named if not p.requires_grad}
-            return functional_call(c.module, {**buffers, **frozen, **params}, args, keywords)
+            # a module may change frozen parameters, such as averages: the first evaluation tells
+            named, changed = c.module.named_parameters(), c.saved.get("changed parameters")
+            frozen = {
+                name: p.detach().clone()
+                for name, p in named
+                if not p.requires_grad and (changed is None or name in changed)
+            }
+            output = functional_call(c.module, {**buffers, **frozen, **params}, args, keywords)
+            if changed is None:
+                of_clones = {name for name, p in frozen.items() if p._version}
+                c.saved["changed parameters"] = of_clones
+            return output
 
     def evaluation(self, c: Context) -> Evaluation:
         """Return how to evaluate the call at hand again."""

@@ -48,7 +48,7 @@ class UnknownModuleDerivatives(FunctionDerivatives):
 
         Derivatives may be a part of it: the forward pass was in gradient mode.
         """
-        with attributes_kept(c.module), torch.enable_grad():
+        with attributes_kept(c.module, c.saved), torch.enable_grad():
             return super().evaluate(c, params, *with_gradients(inputs, c.saved["needed"]))
 
     def layouts(self, call: Call) -> list[Layout | None]:

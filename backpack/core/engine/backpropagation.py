@@ -32,7 +32,7 @@ from backpack.core.engine.plan import Plan
 from backpack.core.engine.products import extract
 from backpack.core.engine.slices import Part, narrow, slice_bytes
 from backpack.core.engine.user_rules import ColumnRules
-from backpack.core.engine.uses import Use
+from backpack.core.engine.uses import Use, aligned
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.origins import Origin
 from backpack.core.record.visits import Visit
@@ -366,6 +366,11 @@ class Backpropagation:
                 return
             self._through(state, call)
         if state.pending:
+            for p, uses in state.pending.items():
+                state.pending[p] = found = aligned(self.plan, uses)
+                for use in found if found is not uses else ():
+                    ratio = use.factor.mat.shape[1] // use.factor.groups
+                    self.extraction.rows_per_sample[use.call] = ratio
             self._extract(state.pending, state)
 
     def _through(self, state: State, call: Visit) -> None:

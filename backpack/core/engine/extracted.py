@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import inf
+from math import gcd, inf
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -30,14 +30,8 @@ def max_factor_size(exts: Iterable[Extension]) -> float:
 
 
 def fewest_samples(counts: Sequence[int]) -> int:
-    """Return of how many samples the values of sources are put together.
-
-    Raises:
-        ValueError: If the others are no multiples.
-    """
-    if any(count % min(counts) for count in counts):
-        raise ValueError(f"Losses with different numbers of samples: {[*counts]}.")
-    return min(counts)
+    """Return of how many samples the values of sources are put together, given their rows."""
+    return gcd(*counts)
 
 
 class Reduction(NamedTuple):
@@ -60,10 +54,7 @@ class Reduction(NamedTuple):
     def joined(self, one: Any, other: Any) -> Any:
         """Add the values of two sources of columns.
 
-        If one has more samples (positions) than the other, they are merged.
-
-        Raises:
-            ValueError: If the numbers of samples are not multiples.
+        If they have other numbers of rows of samples, these are merged.
         """
         axis = self.sample_axis
         if axis is not None:

@@ -30,9 +30,6 @@ def columns_of_sources(found: Sequence[tuple[Tensor, int]]) -> Tensor:
 
     Args:
         found: The value of each source, and how many columns one of it has become before.
-
-    Raises:
-        ValueError: If the numbers of samples are not multiples.
     """
     if len(found) == 1:
         return found[0][0]

@@ -22,7 +22,7 @@ from backpack.core.engine.results import Writer, note_gradient
 from backpack.core.engine.separate_samples import separate_samples
 from backpack.core.engine.trained import Trained
 from backpack.core.engine.user_rules import run_rule
-from backpack.core.engine.uses import Use
+from backpack.core.engine.uses import Use, aligned
 from backpack.core.record.context import context_of
 from backpack.core.record.module_state import describe
 from backpack.core.record.visits import Visit, compute_in_one_precision
@@ -132,7 +132,10 @@ class FirstOrder:
                 for other, _ in uses:
                     if other not in gradients:
                         gradients[other] = _gradient_use(other, rows.get(other))
-                self._extract({p: [gradients[other].of(name) for other, name in uses]}, known)
+                found = [gradients[other].of(name) for other, name in uses]
+                if plan is not None and len(found) > 1:
+                    found = aligned(plan, found)
+                self._extract({p: found}, known)
             if call is not None and len(exts) == self._count:  # nobody else will ask
                 call.clear_results()
 

@@ -94,8 +94,8 @@ class InterceptBackward(overrides.TorchFunctionMode):
         one takes it along.
         """
         self.was_left = True
-        if self.program is not None and any(exception):
-            self.program.clear()  # no step will read what has run, and kept its results
+        if self.program is not None and any(exception) and not self.program.roots:
+            self.program.clear()  # what has run keeps its results, and no backward pass follows
         stack = overrides._get_current_function_mode_stack()
         for _ in stack:
             overrides._pop_mode()

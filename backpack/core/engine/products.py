@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
-from math import gcd, inf, prod
+from math import inf, prod
 from operator import add, attrgetter
 from typing import Any
 
@@ -97,7 +97,7 @@ class Products:
         call, mat, rule = use.call, use.factor.mat, use.call.derivatives
         self.num_samples = use.factor.groups
         for other in others:
-            self.num_samples = gcd(self.num_samples, other.factor.groups)
+            self.num_samples = min(self.num_samples, other.factor.groups)
         follows = rule is not None and rule.batch_axis is BatchAxis.FOLLOWED
         # whether the derivatives can reduce on their own: one use, every row a sample, in order
         self._reduces = (
@@ -224,7 +224,7 @@ class Products:
 
     def _align(self, values: list[tuple[Tensor, Use]]) -> Tensor:
         """Sum the uses' ``[V, groups, *]`` over the uses, after merging groups to the fewest."""
-        fewest = gcd(*[use.factor.groups for _, use in values])
+        fewest = min(use.factor.groups for _, use in values)
         each = []
         for value, use in values:
             if use.factor.adds_up:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from backpack.core.derivatives.affine import input_factor, with_one
 from backpack.core.engine import call_products
 from backpack.core.engine.extracted import add
 from backpack.core.engine.factors import Factor
+from backpack.core.engine.plan import Plan
 from backpack.core.lazy import lazy
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.layout import Owners
@@ -94,6 +96,20 @@ class Use:
         for name, p in self.call.trained.items():
             uses.setdefault(p, []).append(self.of(name))  # a module may have it under two names
         return uses
+
+
+def aligned(plan: Plan, uses: list[Use]) -> list[Use]:
+    """Merge the rows of uses on one batch, if a sample has others in each, to those of samples."""
+    counts = {use.factor.groups for use in uses}
+    batches = {plan.samples_of(use.call) for use in uses}
+    if len(batches) > 1 or not any(count % min(counts) for count in counts):
+        return uses
+    groups, found = gcd(*counts), []
+    for use in uses:
+        factor = use.factor
+        mats = [m if m is None else factor.holding(m).coarsened(groups).mat for m in use.mats]
+        found.append(Use(use.call, use.name, factor.coarsened(groups), use.rows, mats))
+    return found
 
 
 def num_positions(use: Use) -> int:

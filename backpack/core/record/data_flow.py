@@ -219,6 +219,7 @@ def _number_of_samples(tensors: Sequence[Tensor]) -> int:
         return any(
             n in inner[m]
             and m not in inner[n]
+            and not (n == sizes[0] and sizes.count(n) > sizes.count(m))
             and (m > 1 or (depth[m], sizes[0] == 1) > (depth[n], False))
             for m in inner
             if m != n
