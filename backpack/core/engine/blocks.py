@@ -55,6 +55,7 @@ def axis_factors(marginals: Sequence[Tensor]) -> list[Tensor]:
     ``M_1 ⊗ … ⊗ M_m / tr^(m-1)``, with ``tr`` its trace; in any case, that has its trace.
     """
     count, first = len(marginals), marginals[0]
-    trace = first.sum() if first.dim() == 1 else first.trace()
+    # not trace(), which torch 2.6 does not have in bfloat16
+    trace = (first if first.dim() == 1 else first.diagonal()).sum()
     scale = torch.where(trace > 0, trace.clamp(min=torch.finfo(trace.dtype).tiny), 1)
     return [m / scale ** ((count - 1) / count) for m in marginals]
