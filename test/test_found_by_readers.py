@@ -735,6 +735,19 @@ def test_factored_gradients_in_autocast() -> None:
 # ------------------------------------------------------------------ optimisers
 
 
+def private(params: Any, **options: Any) -> DPSGD:
+    return DPSGD(
+        params,
+        **{
+            "lr": 0.1,
+            "max_grad_norm": 1.0,
+            "noise_multiplier": 1.0,
+            "expected_batch_size": N,
+            **options,
+        },
+    )
+
+
 class Transposed(nn.Module):
     """A transposed convolution as a function."""
 
@@ -802,10 +815,7 @@ def test_kfac_of_weights_whose_biases_have_other_modules() -> None:
 
 def test_steps_without_gradients_are_told() -> None:
     model, (X, y), lossfunc = extend(mlp()), batch(), extend(nn.CrossEntropyLoss())
-    private = DPSGD(
-        model.parameters(), lr=0.1, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=N
-    )
-    for optimiser in (private, KFAC(model.parameters())):
+    for optimiser in (private(model.parameters()), KFAC(model.parameters())):
         with backpack(*optimiser.extensions, gradients=False):
             lossfunc(model(X), y).backward()
         with pytest.raises(RuntimeError, match="gradients=False"):
@@ -816,9 +826,7 @@ def test_steps_without_gradients_are_told() -> None:
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_sample_that_is_not_finite_hides_no_other(value: float) -> None:
     model, (X, _), lossfunc = extend(mlp()), batch(), extend(nn.CrossEntropyLoss())
-    optimiser = DPSGD(
-        model.parameters(), lr=0.1, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=N
-    )
+    optimiser = private(model.parameters())
     X[1, 0], y = value, torch.tensor([0, 1, 1, 0])
     with backpack(*optimiser.extensions):
         (lossfunc(model(X), y) * y.double().mean()).backward()
@@ -829,9 +837,7 @@ def test_a_sample_that_is_not_finite_hides_no_other(value: float) -> None:
 def test_numbers_of_a_batch_with_a_sample_that_is_not_finite() -> None:
     model, (X, y), lossfunc = extend(mlp()), batch(), extend(nn.CrossEntropyLoss())
     X[1, 0] = float("nan")
-    optimiser = DPSGD(
-        model.parameters(), lr=0.1, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=N
-    )
+    optimiser = private(model.parameters())
     with backpack(*optimiser.extensions):
         lossfunc(model(X) * X.nan_to_num().mean().item(), y).backward()
     with pytest.raises(ValueError, match="numbers taken before"):
@@ -841,14 +847,7 @@ def test_numbers_of_a_batch_with_a_sample_that_is_not_finite() -> None:
 def test_private_steps_of_two_models_with_batches_of_their_own() -> None:
     models = [extend(mlp()), extend(mlp())]
     params = [p for model in models for p in model.parameters()]
-    optimiser = DPSGD(
-        params,
-        lr=0.1,
-        max_grad_norm=1.0,
-        noise_multiplier=1.0,
-        expected_batch_size=N,
-        per="parameter",
-    )
+    optimiser = private(params, per="parameter")
     lossfunc = extend(nn.CrossEntropyLoss())
     with backpack(*optimiser.extensions):
         sum(
@@ -861,9 +860,7 @@ def test_private_steps_of_two_models_with_batches_of_their_own() -> None:
 def test_an_error_after_the_backward_pass_of_a_private_step() -> None:
     """What the pass has read is looked at all the same."""
     model, (X, y), lossfunc = extend(mlp()), batch(), extend(nn.CrossEntropyLoss())
-    optimiser = DPSGD(
-        model.parameters(), lr=0.1, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=N
-    )
+    optimiser = private(model.parameters())
     with suppress(KeyError), backpack(*optimiser.extensions):
         (lossfunc(model(X), y) * X.mean()).backward()
         raise KeyError
@@ -891,9 +888,7 @@ def test_private_steps_of_models_that_name_a_precision_in_autocast() -> None:
             return weights @ h.new_ones(3, 2)
 
     model, (X, y) = extend(Model(), use_converter="record"), batch()
-    optimiser = DPSGD(
-        model.parameters(), lr=0.1, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=N
-    )
+    optimiser = private(model.parameters())
     with torch.autocast("cpu", torch.bfloat16), backpack(*optimiser.extensions):
         loss = extend(nn.CrossEntropyLoss())(model(X.float()), y)
         loss.backward()
@@ -902,9 +897,7 @@ def test_private_steps_of_models_that_name_a_precision_in_autocast() -> None:
 
 def test_a_forward_pass_that_fails_keeps_nothing() -> None:
     model, (X, _) = extend(mlp()), batch()
-    optimiser = DPSGD(
-        model.parameters(), lr=0.1, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=N
-    )
+    optimiser = private(model.parameters())
     with pytest.raises(KeyError), backpack(*optimiser.extensions):
         model(X)
         raise KeyError
@@ -924,15 +917,13 @@ def test_states_that_hooks_change_or_that_others_load() -> None:
     soap.register_load_state_dict_pre_hook(later)
     soap.load_state_dict(soap.state_dict())
     assert {state["step"] for state in soap.state.values()} == {99}
-    private = DPSGD(
-        model.parameters(), lr=0.1, max_grad_norm=0.5, noise_multiplier=1.0, expected_batch_size=N
-    )
-    private.register_load_state_dict_pre_hook(lambda _, state: {**state, "max_grad_norm": 7.0})
-    private.load_state_dict(private.state_dict())
-    assert private.max_grad_norm == 7.0
-    private.optimizer.load_state_dict(private.optimizer.state_dict())
+    wrapper = private(model.parameters(), max_grad_norm=0.5)
+    wrapper.register_load_state_dict_pre_hook(lambda _, state: {**state, "max_grad_norm": 7.0})
+    wrapper.load_state_dict(wrapper.state_dict())
+    assert wrapper.max_grad_norm == 7.0
+    wrapper.optimizer.load_state_dict(wrapper.optimizer.state_dict())
     with pytest.raises(RuntimeError, match="other groups of parameters"):
-        private.step()
+        wrapper.step()
 
 
 def test_masks_of_tensors_and_batches_with_numbers() -> None:

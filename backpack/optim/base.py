@@ -61,6 +61,17 @@ def check_betas(group: Group) -> None:
         raise ValueError(f"betas have to be at least 0 and less than 1, got {group['betas']}.")
 
 
+def state_behind_hooks(optimizer: Optimizer, load: Callable[[], Any]) -> dict[str, Any]:
+    """Load a state, and return what the optimiser's hooks before loading have made of it."""
+    found: list[dict[str, Any]] = []
+    last = optimizer.register_load_state_dict_pre_hook(lambda _, state: found.append(state))
+    try:
+        load()
+    finally:
+        last.remove()
+    return found[0]
+
+
 class ExtensionOptimizer(Optimizer):
     """An optimiser whose step needs a quantity of the backward pass.
 

@@ -19,7 +19,13 @@ from backpack.core.engine.loss_terms import LossReduction
 from backpack.distributed import check_group
 from backpack.distributed.data_group import DataGroup, telling
 from backpack.extensions import ClippedGrad
-from backpack.optim.base import Closure, ExtensionOptimizer, check_options, refuse_model
+from backpack.optim.base import (
+    Closure,
+    ExtensionOptimizer,
+    check_options,
+    refuse_model,
+    state_behind_hooks,
+)
 from backpack.optim.other_samples import Program
 from backpack.utils.batches import map_tensors
 
@@ -491,15 +497,10 @@ class DPOptimizer(ExtensionOptimizer):
         Args:
             state_dict: The state; may be that of the optimiser behind alone.
         """
-        found: list[dict[str, Any]] = []  # what hooks have made of it
-        last = self.register_load_state_dict_pre_hook(lambda _, state: found.append(state))
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            last.remove()
-        self.optimizer.load_state_dict(found[0])  # which may keep another precision
+        state = state_behind_hooks(self, partial(super().load_state_dict, state_dict))
+        self.optimizer.load_state_dict(state)  # which may keep another precision
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
-        self.max_grad_norm = found[0].get("max_grad_norm", self.max_grad_norm)
+        self.max_grad_norm = state.get("max_grad_norm", self.max_grad_norm)
 
 
 class DPSGD(DPOptimizer):

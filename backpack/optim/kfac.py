@@ -281,15 +281,14 @@ class KFAC(PreconditionedOptimizer):
         alone = {one.p for one in trained if self._is_alone(one)}
         found: dict[Tensor, Trained] = {}
         options: dict[Tensor, dict[Tensor, str]] = {}
-        weight: Any
-        for bias, trained_bias in joined.items():
-            weight = results.partner(bias, self.extension.savefield)
-            if weight is not None and weight.grad is not None:
-                found[weight] = trained_bias
+        for own_bias, trained_bias in joined.items():
+            partner = results.partner(own_bias, self.extension.savefield)
+            if partner is not None and partner.grad is not None:
+                found[partner] = trained_bias
             else:
-                options[bias] = {}
+                options[own_bias] = {}
         for module in CTX.extended():
-            weight, bias = map(module._parameters.get, ("weight", "bias"))  # type: ignore[assignment]
+            weight, bias = map(module._parameters.get, ("weight", "bias"))
             if bias is None or bias not in options or weight is None:
                 continue
             if weight in alone or weight in found or weight.grad is None:

@@ -15,7 +15,14 @@ from backpack.context import without_autocast
 from backpack.core.values import at_least_single
 from backpack.distributed.shards import own_part, whole
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.optim.base import Closure, Group, check_betas, check_options, refuse_model
+from backpack.optim.base import (
+    Closure,
+    Group,
+    check_betas,
+    check_options,
+    refuse_model,
+    state_behind_hooks,
+)
 from backpack.utils.kroneckers import eigh_semidefinite
 
 
@@ -134,13 +141,8 @@ class SOAP(Optimizer):
         Args:
             state_dict: The state.
         """
-        found: list[dict[str, Any]] = []  # what hooks have made of it
-        last = self.register_load_state_dict_pre_hook(lambda _, state: found.append(state))
-        try:
-            super().load_state_dict(state_dict)  # which rounds to the precision of the parameters
-        finally:
-            last.remove()
-        (state_dict,) = found
+        # which rounds to the precision of the parameters
+        state_dict = state_behind_hooks(self, partial(super().load_state_dict, state_dict))
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [p for group in self.param_groups for p in group["params"]]
         for number, p in zip(saved, own, strict=True):

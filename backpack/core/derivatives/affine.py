@@ -172,7 +172,8 @@ def gram_is_cheaper(num_v: int, num_o: int, num_t: int, num_i: int) -> bool:
 def square_norm(s: Tensor, x: Tensor, shared: dict[str, Any] | None = None) -> Tensor:
     """Squared norm of each sample's product, summed over V, by Gram matrices: ``[N]``.
 
-    ``|sum_t s_t x_tᵀ|² = sum_{t,u} (s_t·s_u) (x_t·x_u)``. For ``shared`` see :func:`reduced`.
+    ``|sum_t s_t x_tᵀ|² = sum_{t,u} (s_t·s_u) (x_t·x_u)``. Samples of which positions nearly cancel
+    are multiplied out: rounding would decide. For ``shared`` see :func:`reduced`.
     """
     known = {} if shared is None else shared
     if "products of positions" not in known:

@@ -29,11 +29,6 @@ def max_factor_size(exts: Iterable[Extension]) -> float:
     return inf if largest < 0 else largest
 
 
-def fewest_samples(counts: Sequence[int]) -> int:
-    """Return of how many samples the values of sources are put together, given their rows."""
-    return gcd(*counts)
-
-
 class Reduction(NamedTuple):
     """How values are put together: those of slices of columns and of samples, and of sources.
 
@@ -58,7 +53,7 @@ class Reduction(NamedTuple):
         """
         axis = self.sample_axis
         if axis is not None:
-            fewest = fewest_samples([one.shape[axis], other.shape[axis]])
+            fewest = gcd(one.shape[axis], other.shape[axis])
             one, other = (v.unflatten(axis, (fewest, -1)).sum(axis + 1) for v in (one, other))
         return add(one, other)
 

@@ -9,7 +9,6 @@ from math import gcd
 import torch
 from torch import Size, Tensor
 
-from backpack.core.engine.extracted import fewest_samples
 from backpack.core.values import at_least_single
 
 
@@ -33,7 +32,7 @@ def columns_of_sources(found: Sequence[tuple[Tensor, int]]) -> Tensor:
     """
     if len(found) == 1:
         return found[0][0]
-    fewest = fewest_samples([value.shape[1] for value, _ in found])
+    fewest = gcd(*[value.shape[1] for value, _ in found])
     return torch.cat([merge_groups(value, fewest, merged) for value, merged in found])
 
 

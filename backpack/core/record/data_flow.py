@@ -215,15 +215,16 @@ def _number_of_samples(tensors: Sequence[Tensor]) -> int:
     depth = {n: max(x.dim() for x in tensors if len(x) == n) for n in sizes}
 
     def is_inner(n: int) -> bool:
-        """Whether n is a size inside of others, such as of a mask; of one sample, of the larger."""
-        return any(
-            n in inner[m]
-            and m not in inner[n]
-            and not (n == sizes[0] and sizes.count(n) > sizes.count(m))
-            and (m > 1 or (depth[m], sizes[0] == 1) > (depth[n], False))
-            for m in inner
-            if m != n
-        )
+        """Whether n is a size inside of other tensors, as that of a mask is."""
+        for m in inner:
+            if n not in inner[m] or m in inner[n]:
+                continue
+            is_usual = n == sizes[0] and sizes.count(n) > sizes.count(m)
+            # one row may be a sample, or a table of one row: the larger tensors are the data
+            is_larger = depth[m] > depth[n] or (depth[m] == depth[n] and sizes[0] == 1)
+            if not is_usual and (m > 1 or is_larger):
+                return True
+        return False
 
     found = [n for n in inner if not is_inner(n)] or [*inner]
     several = [n for n in found if n > 1] or found
