@@ -476,6 +476,7 @@ LAYERS = _named(
         positions=(12,),
         converter=True,
     ),
+    _mlp("bottleneck", "MLP 256-256-256-8-256-500, N=64", 256, 256, 256, 8, 256, 500, batch=64),
 )
 
 # for tests of the benchmark itself

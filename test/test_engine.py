@@ -1959,16 +1959,23 @@ def test_parameters_that_share_squares(frozen: str) -> None:
             assert getattr(p, ext.savefield)._base is None
 
 
-def test_wide_factors_become_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More columns than a sample has entries are replaced, unless somebody wants the columns."""
-    reduced: list[int] = []
+@pytest.fixture
+def reduced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many columns were replaced by fewer ones, each time."""
+    numbers: list[int] = []
     original = Factor.reduced
 
     def counted(factor: Factor) -> Factor:
-        reduced.append(len(factor.mat))
+        numbers.append(len(factor.mat))
         return original(factor)
 
     monkeypatch.setattr(Factor, "reduced", counted)
+    return numbers
+
+
+def test_wide_factors_become_narrow(reduced: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More columns than a sample has entries are replaced, unless somebody wants the columns."""
+    monkeypatch.setattr(backpropagation, "SLOWER", 0)
     monkeypatch.setattr(propagations, "MANY_COLUMNS", 0)
     layers = [nn.Linear(5, 6), nn.Sigmoid(), nn.Linear(6, 2), nn.Sigmoid(), nn.Linear(2, 9)]
     model, batch = nn.Sequential(*layers).double(), (torch.randn(4, 5).double(), torch.arange(4))
@@ -1988,6 +1995,19 @@ def test_wide_factors_become_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(found, values(model, ext.savefield), **TOLERANCE)
 
 
+@pytest.mark.parametrize(("width", "pays"), [(2, False), (64, True)])
+def test_narrow_factors_have_to_pay(width: int, pays: bool, reduced: list[int]) -> None:
+    """The triangles of a bottleneck take longer than what they save in a small network."""
+    layers = [nn.Linear(5, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()]
+    model = nn.Sequential(*layers, nn.Linear(width, 2), nn.Tanh(), nn.Linear(2, 40)).double()
+    batch, ext = (torch.randn(3, 5).double(), torch.arange(3)), extensions.DiagGGNExact()
+    run(model, ext, batch=batch)
+    assert bool(reduced) is pays
+    found = values(model, ext.savefield)
+    run(model, ext, extensions.SqrtGGNExact(), batch=batch)
+    torch.testing.assert_close(found, values(model, ext.savefield), **TOLERANCE)
+
+
 def test_wide_factors_become_narrow_before_they_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns that are split can not be replaced, and are many."""
     travelling: list[int] = []
@@ -2003,6 +2023,7 @@ def test_wide_factors_become_narrow_before_they_are_split(monkeypatch: pytest.Mo
         wide.append(weakref.ref(factor))
         return reduced(factor)
 
+    monkeypatch.setattr(backpropagation, "SLOWER", 0)
     monkeypatch.setattr(ConvNDDerivatives, "vjp", counted)
     monkeypatch.setattr(Factor, "reduced", noted)
     monkeypatch.setattr(propagations, "MANY_COLUMNS", 0)

@@ -45,6 +45,8 @@ T = TypeVar("T")
 FEWER_COLUMNS = fast.path(
     "fewer columns", "More columns than a sample has entries are replaced by that many."
 )
+# How many times longer a multiplication takes in a triangular decomposition than in a product.
+SLOWER = 8
 # Bytes of the parameters from which on a backpropagation saves memory: on a CPU, its slices are
 # half as large, and what many slices have freed is returned between them. Small networks would
 # notice.
@@ -266,7 +268,7 @@ class Backpropagation:
         if len(slices) == 1 or len(state.cotangents) > 1 or state.pending:
             return slices
         ((origin, factor),) = state.cotangents.items()
-        fewer = self._reduced(state, factor)
+        fewer = self._reduced(state, call, factor)
         if fewer is factor:
             return slices
         state.cotangents[origin] = fewer
@@ -403,7 +405,7 @@ class Backpropagation:
             return
         c.memo = None  # that of parameters
         if self.may_reduce and len(mats) == 1 and not cotangents and not state.pending:
-            factor = self._reduced(state, factor)
+            factor = self._reduced(state, call, factor)
             mats = [factor.mat]
         self._deliver(state, call, factor, self._transposed(c, mats))
 
@@ -445,26 +447,37 @@ class Backpropagation:
         if alone:
             self._extract(alone, state)
 
-    def _reduced(self, state: State, factor: Factor) -> Factor:
-        """Replace all that has arrived by fewer columns for the same matrices, if that pays.
+    def _reduced(self, state: State, call: Visit, factor: Factor) -> Factor:
+        """Replace all that has arrived at a call by fewer columns for the same matrices.
 
-        With V columns of D entries, the triangles take as many operations as V columns in a linear
-        layer of D outputs: that pays if a third of the columns is saved from there on.
+        With V columns of D entries, that saves ``V - D`` columns from there on. It pays if they
+        take more than the triangles: ``V D²`` multiplications, which are slow ones.
         """
         num_v, rows, *shape = factor.mat.shape
+        size = prod(shape)
         is_reducible = (
             self.may_reduce
-            and 2 * num_v > 3 * prod(shape) > 0
+            and num_v > size > 0
             and factor.weights is None
             and not factor.adds_up
             and factor.groups == rows
             and state.part.columns == state.part.all_columns
+            and (num_v - size) * self._work_above(call) > SLOWER * num_v * size**2
         )
         if not is_reducible:
             return factor
-        everything = range(prod(shape))
+        everything = range(size)
         state.part = replace(state.part, columns=everything, all_columns=everything)
         return factor.reduced()
+
+    def _work_above(self, call: Visit) -> int:
+        """Estimate the multiplications that a column of a sample takes from a call on."""
+        work = 0
+        for each in self.plan.going_on:
+            if each.index <= call.index:
+                fan_in = sum([p.numel() // max(1, len(p)) for p in each.params.values()])
+                work += max(1, fan_in) * each.outputs[0].numel() // max(1, self.plan.base)
+        return work
 
     def _transposed(self, c: Context, mats: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Apply the transposed Jacobian; once, if neither it nor the columns vary with samples."""
