@@ -22,8 +22,14 @@ from torch.utils.data import TensorDataset
 
 from backpack import backpack, extend, extensions
 from backpack.core.derivatives import check_rule
+from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.custom_module.graph_utils import ConversionError
 from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
+from backpack.extensions.secondorder.hbp import LossHessianStrategy
+from backpack.extensions.secondorder.sqrt_ggn.activations import SqrtGGNTanh
+from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
+from backpack.extensions.secondorder.sqrt_ggn.losses import SqrtGGNCrossEntropyLoss, SqrtGGNMSELoss
 from backpack.hessianfree.hvp import hessian_vector_product
 from backpack.influence import Influence, ProjectedInfluence
 from backpack.laplace import Laplace
@@ -111,6 +117,95 @@ def test_rules_of_users_where_samples_mix(name: str) -> None:
             loss.backward()
         found.append([getattr(p, ext.savefield) for p in own.parameters()])
     assert_close(*found)
+
+
+class Scaled(nn.Module):
+    """Has a parameter, and rules of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(2) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class ScaledRoot(ModuleExtension):
+    """Saves a square root of the GGN."""
+
+    def __init__(self) -> None:
+        super().__init__(["weight"])
+
+    def weight(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> Any:
+        return bpQuantities * module.input0
+
+    def backpropagate(
+        self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any
+    ) -> Any:
+        return bpQuantities * module.weight
+
+
+class ScaledFactors(ScaledRoot):
+    """Saves Kronecker factors."""
+
+    def weight(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> Any:
+        root = super().weight(ext, module, g_inp, g_out, bpQuantities).flatten(0, 1)
+        return [root.T @ root]
+
+
+class RootOfLinear(SqrtGGNBaseModule):
+    """Saves a square root of the GGN."""
+
+    def __init__(self) -> None:
+        super().__init__(LinearDerivatives(), ["weight", "bias"])
+
+
+class OwnRoot(SecondOrderBackpropExtension):
+    """An extension that is made of parts of the library."""
+
+    def __init__(self) -> None:
+        rules: dict[Any, Any] = {nn.Linear: RootOfLinear(), Scaled: ScaledRoot()}
+        rules |= {nn.Tanh: SqrtGGNTanh(), nn.MSELoss: SqrtGGNMSELoss()}
+        super().__init__("own_root", rules | {nn.CrossEntropyLoss: SqrtGGNCrossEntropyLoss()})
+
+    def get_loss_hessian_strategy(self) -> str:
+        return LossHessianStrategy.EXACT
+
+
+class Heads(nn.Module):
+    """Two predictions, of which one is the other one's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*mlp(), Scaled())
+        self.head = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        classes = self.body(x)
+        return classes, self.head(classes)
+
+
+@pytest.mark.parametrize("kind", ["SqrtGGNExact", "KFLR", "own"])
+@pytest.mark.parametrize("has_heads", [False, True])
+def test_rules_of_users_with_two_losses(kind: str, has_heads: bool) -> None:
+    """Columns of one loss meet none of the other: a square of their sum has cross terms."""
+    model, (X, y) = Heads(), batch()
+    extend(model)
+    one, other = extend(nn.CrossEntropyLoss()), extend(nn.MSELoss())
+    ext = OwnRoot() if kind == "own" else getattr(extensions, kind)()
+    if kind != "own":
+        ext.set_module_extension(Scaled, ScaledFactors() if kind == "KFLR" else ScaledRoot())
+    classes, values = model(X)
+    values = values if has_heads else classes
+    with backpack(ext, extensions.GGNMP()):
+        (one(classes, y) + 3 * other(values, torch.zeros_like(values))).backward()
+    for p in model.parameters() if has_heads else model.body.parameters():
+        truth = p.ggnmp(torch.eye(p.numel()).reshape(-1, *p.shape)).flatten(1)
+        if kind != "KFLR":
+            root = getattr(p, ext.savefield).flatten(2).flatten(0, 1)
+            assert_close(root.T @ root, truth)
+        elif p.dim() == 1:
+            assert_close(p.kflr, [truth])
 
 
 def test_subsampling_where_samples_mix() -> None:

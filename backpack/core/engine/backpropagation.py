@@ -27,7 +27,7 @@ from backpack.core.engine import call_products
 from backpack.core.engine.diagonals import COLLECTED, Diagonals, ResidualSource
 from backpack.core.engine.extracted import OF_SAMPLES, Bases
 from backpack.core.engine.extraction import Extraction
-from backpack.core.engine.factors import Factor
+from backpack.core.engine.factors import Factor, columns_apart
 from backpack.core.engine.plan import Plan
 from backpack.core.engine.products import extract
 from backpack.core.engine.slices import Part, narrow, slice_bytes
@@ -171,7 +171,7 @@ class Backpropagation:
         self.rules = None
         if any(map(_RULES, exts)):
             ruled = [c for c in plan.calls if any(ext.rule_for(c.module) for ext in exts)]
-            self.rules = ColumnRules(plan, exts) if ruled else None
+            self.rules = ColumnRules(plan, exts, save) if ruled else None
             if ruled and plan.mixing:
                 raise NotImplementedError(
                     f"{wanted.savefields}: a rule of your own for {ruled[0]!r} sees the columns of "
@@ -198,6 +198,9 @@ class Backpropagation:
 
     def run(self, sources: Sequence[Source]) -> None:
         """Backpropagate from every source, put the slices together, and save."""
+        if self.rules is not None:
+            self._joint(sources)
+            return
         extraction = self.extraction
         if len(sources) > 1 and self.is_plain and extraction.wanted <= {"square", "batch_square"}:
             self.diagonals = Diagonals(self.plan, self.subsampling) if COLLECTED.is_on else None
@@ -211,8 +214,20 @@ class Backpropagation:
                 self.is_all = False
                 self._run(sources)
             extraction.save(self.save)
-        if self.rules is not None:
-            self.rules.save(self.save)
+
+    def _joint(self, sources: Sequence[Source]) -> None:
+        """Carry the columns of all sources back together: rules of users see the whole matrix."""
+        plan, whole = self.plan, Part()
+        self.is_one_slice = self.is_all = True
+        state = State(whole, self.subsampling)
+        starts = [self._start(source, whole, self.subsampling) for source in sources]
+        apart = columns_apart([[f if f is None else f.mat for f in factors] for factors in starts])
+        for source, factors, mats in zip(sources, starts, apart, strict=True):
+            pairs = zip(factors, mats, strict=True)
+            own = [None if f is None or mat is None else f.holding(mat) for f, mat in pairs]
+            deliver(plan, source.call, own, state.cotangents, state.samples)
+        last = max(source.call.index for source in sources)
+        self._carry(state, [c for c in reversed(plan.calls) if c.index < last])
 
     def _run(self, sources: Sequence[Source]) -> None:
         for source in self._with_bar("sources", sources):
@@ -238,10 +253,7 @@ class Backpropagation:
 
     def _first_parts(self, source: Source) -> list[Part]:
         """Slice what a source emits (where samples mix: what travels)."""
-        plan = self.plan
-        if self.rules is not None:
-            return [Part()]
-        call, limit = source.call, self.limit
+        plan, call, limit = self.plan, source.call, self.limit
         size = call.outputs[0].element_size()
         whole = self._entries(call, call.shape_in)
         # There are rarely more columns than entries. If that many fit, emit all; else emit one row,
@@ -276,7 +288,7 @@ class Backpropagation:
 
     def _split(self, state: State, call: Visit) -> list[State]:
         """Slice what has arrived so that a call's columns at its input are small."""
-        if self.rules or self.mixing or call not in self.plan.going_on:
+        if self.mixing or call not in self.plan.going_on:
             return [state]
         outs = [state.cotangents[o] for o in call.origins_out if o in state.cotangents]
         if not outs:

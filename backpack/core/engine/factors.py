@@ -8,6 +8,7 @@ from math import gcd
 
 import torch
 from torch import Size, Tensor
+from torch.nn.functional import pad
 
 from backpack.core.values import at_least_single
 
@@ -34,6 +35,20 @@ def columns_of_sources(found: Sequence[tuple[Tensor, int]]) -> Tensor:
         return found[0][0]
     fewest = gcd(*[value.shape[1] for value, _ in found])
     return torch.cat([merge_groups(value, fewest, merged) for value, merged in found])
+
+
+def columns_apart(found: Sequence[Sequence[Tensor | None]]) -> list[list[Tensor | None]]:
+    """Give each source columns of its own, ``[V, *]``, in which the others have zeros.
+
+    They may then be added wherever they meet: the squares of a sum would have cross terms.
+    """
+    counts = [next(len(mat) for mat in mats if mat is not None) for mats in found]
+    before, total, apart = 0, sum(counts), []
+    for mats, count in zip(found, counts, strict=True):
+        around = before, total - before - count
+        apart.append([m if m is None else pad(m, (*[0, 0] * (m.dim() - 1), *around)) for m in mats])
+        before += count
+    return apart
 
 
 @dataclass(frozen=True)

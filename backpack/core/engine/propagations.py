@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -29,18 +30,19 @@ from backpack.core.engine.extracted import (
     named,
     names_of,
 )
-from backpack.core.engine.factors import Factor
+from backpack.core.engine.factors import Factor, columns_apart
 from backpack.core.engine.modified_losses import loss_scale, root_of_scale
 from backpack.core.engine.plan import Plan, Producer
 from backpack.core.engine.products import Products
 from backpack.core.engine.user_rules import (
     call_gradients,
     check_passed_on,
-    check_used_once,
     run_rule,
+    saves_once,
 )
 from backpack.core.engine.uses import Use
 from backpack.core.record.context import context_of
+from backpack.core.record.origins import Origin
 from backpack.core.record.visits import Visit
 from backpack.core.rows import Rows, row_numbers
 from backpack.core.types import Extension, Save
@@ -87,6 +89,8 @@ class Propagation:
         raise NotImplementedError
 
 
+# What tensors receive.
+Passed = list[tuple[Origin | None, Any]]
 Emission = Callable[[Rows], tuple[Columns, Tensor | None]]
 
 
@@ -454,34 +458,48 @@ class UserRules(Propagation):
     """Whatever the user-written module extensions of one extension propagate.
 
     A tensor ``[V, N, *out]`` (N samples, or those of the subsampling) travels like the columns of
-    other extensions: rules see it with the shape of their module's output. Anything else reaches
-    the next rule as it is.
+    other extensions: rules see it with the shape of their module's output, and several losses have
+    columns of their own. Anything else reaches the next rule as it is.
     """
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
-        """Run the rules from the loss to the inputs; sums over branches are the extension's."""
+        """Run the rules from the losses to the inputs; sums over branches are the extension's."""
         (ext,) = exts
+        passed_on = partial(self._passed_on, plan, ext, subsampling, saves_once(plan, save))
+        saved = ext.saved_quantities
 
-        def save_once(p: Parameter, ext: Extension, value: Any) -> None:
-            check_used_once(plan, p, ext)
-            save(p, ext, value)
+        def arrive(values: Passed) -> None:
+            for origin, value in values:
+                saved.save_quantity(origin, value, ext.accumulate_backpropagated_quantities)
 
-        ext.saved_quantities.clear()
+        saved.clear()
         try:
-            for call in reversed(plan.calls):
-                self._through(plan, call, ext, subsampling, save_once)
+            started, calls = [], plan.calls[::-1]
+            for call in filter(plan.after_loss.__contains__, calls):
+                values = passed_on(call)
+                if call in plan.losses:
+                    started.append(values)
+                else:
+                    arrive(values)
+            for values in self._apart(plan, started, subsampling):
+                arrive(values)
+            for call in calls:
+                if call not in plan.after_loss:
+                    arrive(passed_on(call))
         finally:
-            ext.saved_quantities.clear()
+            saved.clear()
 
-    def _through(
+    def _passed_on(
         self,
         plan: Plan,
-        call: Visit,
         ext: Extension,
         subsampling: Subsampling,
         save: Callable[[Parameter, Extension, Any], None],
-    ) -> None:
+        call: Visit,
+    ) -> Passed:
+        """Return what the tensors that a call has read receive."""
         quantity, rule = self._arrived(plan, call, ext, subsampling), ext.rule_for(call.module)
+        backs: tuple[Any, ...] = ()
         if rule is not None:
             back = run_rule(ext, rule, context_of(call, whole=True), quantity, save, plan.base)
             backs = back if isinstance(back, tuple) and len(call.origins_in) > 1 else (back,)
@@ -492,15 +510,28 @@ class UserRules(Propagation):
                 f"there is no rule for {call!r}. Register one with "
                 f"set_module_extension({type(call.module).__name__}, …)."
             )
-            return
-        for i, (origin, value) in enumerate(zip(call.origins_in, backs, strict=False)):
-            producer = None if origin is None else plan.producers.get(origin)
-            if producer is not None and value is not None:
-                ext.saved_quantities.save_quantity(
-                    origin,
-                    self._at_producer(plan, call, i, producer, value, subsampling),
-                    ext.accumulate_backpropagated_quantities,
-                )
+        return [
+            (origin, self._at_producer(plan, call, i, plan.producers[origin], value, subsampling))
+            for i, (origin, value) in enumerate(zip(call.origins_in, backs, strict=False))
+            if origin in plan.producers and value is not None
+        ]
+
+    @staticmethod
+    def _apart(plan: Plan, started: list[Passed], subsampling: Subsampling) -> list[Passed]:
+        """Give each of several losses columns of its own, if it is columns that they start with."""
+        started = list(filter(None, started))
+        are_columns = all(
+            _are_columns(value, plan.shape(plan.producers[origin], subsampling))
+            for values in started
+            for origin, value in values
+        )
+        if len(started) < 2 or not are_columns:
+            return started
+        apart = columns_apart([[value for _, value in values] for values in started])
+        return [
+            [(origin, mat) for (origin, _), mat in zip(values, mats, strict=True)]
+            for values, mats in zip(started, apart, strict=True)
+        ]
 
     @staticmethod
     def _arrived(plan: Plan, call: Visit, ext: Extension, subsampling: Subsampling) -> Any:

@@ -42,14 +42,19 @@ def sample_counts(
     return {samples, rows, shape[1]} if apart else {samples, rows}
 
 
-def check_used_once(plan: Plan, p: Parameter, ext: Extension) -> None:
-    """Refuse what a user's rule returns for one of several uses of a parameter."""
-    if len(plan.uses.get(p, ())) > 1:
-        raise NotImplementedError(
-            f"{ext.savefield}: a rule of your own cannot serve a parameter that is used "
-            "several times. Register derivatives instead "
-            "(backpack.core.derivatives.register)."
-        )
+def saves_once(plan: Plan, save: Save) -> Callable[[Parameter, Extension, Any], None]:
+    """Refuse what a user's rule returns for one of several uses of a parameter; save the rest."""
+
+    def save_once(p: Parameter, ext: Extension, value: Any) -> None:
+        if len(plan.uses.get(p, ())) > 1:
+            raise NotImplementedError(
+                f"{ext.savefield}: a rule of your own cannot serve a parameter that is used "
+                "several times. Register derivatives instead "
+                "(backpack.core.derivatives.register)."
+            )
+        save(p, ext, value)
+
+    return save_once
 
 
 def check_passed_on(
@@ -149,10 +154,9 @@ class InputGradients(Sequence[Any]):
 class ColumnRules:
     """Rules of users where columns travel: they save something, and carry on what they return."""
 
-    def __init__(self, plan: Plan, exts: Sequence[Extension]):
-        """No rule has returned anything so far."""
-        self._plan, self._exts = plan, exts
-        self._values: dict[tuple[Parameter, Extension], Any] = {}
+    def __init__(self, plan: Plan, exts: Sequence[Extension], save: Save):
+        """Remember where what they save goes."""
+        self._plan, self._exts, self._save = plan, exts, saves_once(plan, save)
 
     def through(
         self, call: Visit, mats: Sequence[Tensor | None], samples: Rows, deliver: Deliver
@@ -167,7 +171,7 @@ class ColumnRules:
         c = context_of(call, self._plan.rows(call, samples), whole=True)
         shown = [None if m is None else call_products.shown(c, i, m) for i, m in enumerate(mats)]
         arrived = shown[0] if all(mat is None for mat in shown[1:]) else tuple(shown)
-        back = run_rule(ext, rule, c, arrived, self._add, self._plan.base)
+        back = run_rule(ext, rule, c, arrived, self._save, self._plan.base)
         if call not in self._plan.going_on:
             return True
         parts = back if isinstance(back, tuple) else (back,)
@@ -180,15 +184,3 @@ class ColumnRules:
         except (ValueError, RuntimeError, IndexError) as error:
             raise ValueError(f"{what_is_passed_on(ext, rule, call, parts)} ({error})") from error
         return True
-
-    def _add(self, p: Parameter, ext: Extension, value: Any) -> None:
-        """Sum what is returned over the losses."""
-        check_used_once(self._plan, p, ext)
-        if (p, ext) in self._values:
-            value = ext.accumulate_backpropagated_quantities(self._values[p, ext], value)
-        self._values[p, ext] = value
-
-    def save(self, save: Save) -> None:
-        """Save what rules have returned for parameters."""
-        for p, ext in list(self._values):
-            save(p, ext, self._values.pop((p, ext)))
