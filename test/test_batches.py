@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import oracle
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack import backpack, extend, extensions
+from backpack import backpack, clear, extend, extensions
 
 TOLERANCE = {"rtol": 1e-8, "atol": 1e-11}
 
@@ -190,6 +191,31 @@ def test_sums_over_different_batches_that_mix(sizes: tuple[int, int]) -> None:
         diagonal = p.ggnmp(units).flatten(1).diagonal().view_as(p)
         torch.testing.assert_close(p.diag_ggn_exact, diagonal, **TOLERANCE)
         assert (p.diag_ggn_mc >= 0).all()
+
+
+@pytest.mark.parametrize("sizes", [(4, 6), (6, 4), (8, 4)])
+@pytest.mark.parametrize("middle", [nn.BatchNorm1d(4), nn.Tanh()], ids=repr)
+def test_kronecker_factors_of_different_batches(sizes: tuple[int, int], middle: nn.Module) -> None:
+    """They do not depend on the order of the losses; passes that accumulate weigh all samples."""
+    model = extend(nn.Sequential(linear(3, 4), copy.deepcopy(middle).double(), linear(4, 2)))
+    lossfunc, inputs = extend(nn.MSELoss()), [double(n, 3) for n in sizes]
+    total, weight = sum(X.T @ X for X in inputs), model[0].weight
+
+    def loss(*batches: Tensor) -> Any:
+        return sum(lossfunc(model(X), double(len(X), 2)) for X in batches)
+
+    with backpack(extensions.KFLR()):
+        loss(*inputs).backward()
+    torch.testing.assert_close(weight.kflr[1], total / min(sizes), **TOLERANCE)
+    clear(model)
+    for X in inputs:
+        with backpack(extensions.KFLR(), accumulate=True):
+            loss(X).backward()
+    torch.testing.assert_close(weight.kflr[1], total / sum(sizes), **TOLERANCE)
+    for ext in (extensions.KFLR, extensions.EKFAC, partial(extensions.KFAC, fisher="inputs")):
+        culprits = "used on batches of different sizes"
+        with backpack(ext(approximation="reduce")), pytest.raises(ValueError, match=culprits):
+            loss(*inputs).backward()
 
 
 def test_samples_of_different_batches_that_mix() -> None:

@@ -25,7 +25,7 @@ from backpack.core import fast, memory
 from backpack.core.derivatives.lossbase import Columns
 from backpack.core.engine import call_products
 from backpack.core.engine.diagonals import COLLECTED, Diagonals, ResidualSource
-from backpack.core.engine.extracted import OF_SAMPLES, Bases
+from backpack.core.engine.extracted import Bases
 from backpack.core.engine.extraction import Extraction
 from backpack.core.engine.factors import Factor, columns_apart
 from backpack.core.engine.plan import Plan
@@ -179,7 +179,7 @@ class Backpropagation:
                     "register derivatives (backpack.core.derivatives.register)."
                 )
         self.mixing = plan.mixing
-        if self.mixing and not plan.base and not OF_SAMPLES.isdisjoint(wanted.wanted):
+        if self.mixing and not plan.base and wanted.is_of_samples:
             plan.check_one_batch_for_all(wanted.savefields)
         self.is_plain = not (self.rules or self.mixing or torch.is_grad_enabled())
         # whether other columns may stand for the same matrices: nobody sees them

@@ -30,6 +30,7 @@ from backpack.core.engine.plan import Plan
 from backpack.core.engine.products import Products
 from backpack.core.engine.slices import Gathered, Part
 from backpack.core.engine.uses import Use
+from backpack.core.lazy import lazy
 from backpack.core.record.layout import Owners
 from backpack.core.record.visits import Visit
 from backpack.core.rows import row_numbers
@@ -91,6 +92,11 @@ class Extraction:
         self._merged: dict[Parameter, int] = {}
         self.of_source: dict[Parameter, dict[str, Gathered]] = {}
 
+    @lazy
+    def is_of_samples(self) -> bool:
+        """Whether something depends on which entries belong to one sample."""
+        return not OF_SAMPLES.isdisjoint(self.wanted.union(*[ext.reads for ext in self._exts]))
+
     def gather(self, uses_of: Mapping[Parameter, list[Use]], part: Part, terms: int | None) -> None:
         """Add the products of a slice to those of its source."""
         for p, uses in uses_of.items():
@@ -105,7 +111,7 @@ class Extraction:
         p, before = products.parameter, self.totals.get(products.parameter, {})
         self._merged[p] = products.merged  # the same for all slices
         if p not in self.of_source:
-            if p in self.totals and not OF_SAMPLES.isdisjoint(self._summed):
+            if p in self.totals and self.is_of_samples:
                 self._plan.check_one_batch(p)
             self.of_source[p] = {
                 name: Gathered(REDUCTIONS[name], before.get(name)) for name in self._summed

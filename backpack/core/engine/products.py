@@ -98,6 +98,10 @@ class Products:
         self.num_samples = use.factor.groups
         for other in others:
             self.num_samples = min(self.num_samples, other.factor.groups)
+        # how many samples averages are of: if the network mixes them, the rows of a column
+        self._averaged = self.num_samples
+        if terms is not None:
+            self._averaged = min(u.factor.mat.shape[1] for u in uses)
         follows = rule is not None and rule.batch_axis is BatchAxis.FOLLOWED
         # whether the derivatives can reduce on their own: one use, every row a sample, in order
         self._reduces = (
@@ -216,7 +220,7 @@ class Products:
         """Return how many samples (or positions of them) a quantity is the average of."""
         approximation, _ = extracted.OF_INPUTS.get(name, (None, False))
         if approximation != "expand" or self._without_factors is not None:
-            return self.num_samples
+            return self._averaged
         if self._has_positions_apart:
             rows = self._rows_that_count()
             return sum(map(len, rows)) if rows else self.num_samples
@@ -536,10 +540,7 @@ class Products:
         return factors
 
     def _of_inputs(self, approximation: str | None, joint: bool) -> list[Tensor]:
-        """Sum the Kronecker factors of the inputs over the uses (expand: average over positions).
-
-        Of a network that mixes samples, the rows of a column are the samples.
-        """
+        """Sum the Kronecker factors of the inputs over uses (expand: average over positions)."""
         joint, size = joint and self.is_joined, self.max_factor_size
         if approximation == "expand" and self._has_positions_apart:
             rows = self._rows_that_count()
@@ -549,7 +550,7 @@ class Products:
         if self._without_factors is not None:
             return []
         first, *others = self.uses
-        num_n = self.num_samples if self.terms is None else first.factor.mat.shape[1]
+        num_n = self._averaged
         if approximation == "reduce" and first.has_kronecker_factors:
             is_several = bool(others) or first.factor.mat.shape[1] > num_n
             if is_several or first.there_in(num_n) is not None:

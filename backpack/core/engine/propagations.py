@@ -23,6 +23,7 @@ from backpack.core.engine.curvature_product import CurvatureBlock, Modify, clip,
 from backpack.core.engine.diagonals import ResidualSource
 from backpack.core.engine.extracted import (
     IDENTITY,
+    OF_SAMPLES,
     REDUCTIONS,
     UNSLICED,
     Bases,
@@ -263,7 +264,10 @@ class InputsAlone(Propagation):
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Save what follows from the inputs."""
+        is_of_samples = any(not OF_SAMPLES.isdisjoint(ext.reads) for ext in exts)
         for p in plan.uses:
+            if is_of_samples:
+                plan.check_one_batch(p)
             uses = uses_without_columns(plan, p, subsampling)
             for use in uses if plan.base else ():
                 samples = len(row_numbers(plan.samples_of(use.call), subsampling))

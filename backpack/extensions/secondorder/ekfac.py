@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Size, Tensor
 
-from backpack.core.engine.extracted import EIGEN_SQUARES, GRAMS, JOINT_EIGEN_SQUARES
+from backpack.core.engine.extracted import EIGEN_SQUARES, GRAMS, IN_BASES, JOINT_EIGEN_SQUARES
 from backpack.core.engine.products import Products
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
@@ -96,6 +96,11 @@ class EKFAC(SecondOrderBackpropExtension):
         squares = JOINT_EIGEN_SQUARES if joint_bias else EIGEN_SQUARES
         self.needs = GRAMS[approximation], squares[approximation]  # type: ignore[misc]
         super().__init__("ekfac", subsampling=subsampling)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The squares, and the factors that they are along the eigenvectors of."""
+        return (*self.needs, *IN_BASES[self.needs[1]])
 
     def extract(self, products: Products) -> EigenKronecker | list[Tensor]:
         """Return eigenvectors and eigenvalues; an empty list for a bias that is joined."""
