@@ -30,6 +30,7 @@ from backpack.extensions.secondorder.hbp import LossHessianStrategy
 from backpack.extensions.secondorder.sqrt_ggn.activations import SqrtGGNTanh
 from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
 from backpack.extensions.secondorder.sqrt_ggn.losses import SqrtGGNCrossEntropyLoss, SqrtGGNMSELoss
+from backpack.hessianfree.ggnvp import ggn_vector_product
 from backpack.hessianfree.hvp import hessian_vector_product
 from backpack.influence import Influence, ProjectedInfluence
 from backpack.laplace import Laplace
@@ -40,8 +41,10 @@ from backpack.linalg import (
     DiagonalGGN,
     DiagonalOperator,
     EigenOperator,
+    EmpiricalFisher,
     FisherMC,
     GGNSpectrum,
+    Hessian,
     Jacobian,
     KroneckerGGN,
     logdet,
@@ -738,6 +741,24 @@ def test_threads_that_share_a_loss(curvature: Any) -> None:
         for _ in range(5):
             assert_close(list(pool.map(product, range(4))), expected)
     assert not hasattr(lossfunc, "_backpack_extend")
+
+
+@pytest.mark.parametrize("operator", [GGN, Hessian, EmpiricalFisher, FisherMC])
+def test_operators_of_embeddings_with_sparse_gradients(operator: Any) -> None:
+    X, y, found = torch.randint(7, (N, 2)), torch.randint(2, (N,)), []
+    weights = torch.randn(7, 3)
+    for is_sparse in (False, True):
+        table = nn.Embedding(7, 3, sparse=is_sparse, _weight=weights)
+        model, lossfunc = nn.Sequential(table, nn.Flatten(), nn.Tanh()), nn.CrossEntropyLoss()
+        matrix = operator(model, lossfunc, [(X, y % 6)])
+        output = model(X)
+        vectors = torch.eye(21).reshape(-1, 7, 3)
+        args = lossfunc(output, y % 6), output, model
+        products = [ggn_vector_product(*args, [v])[0].flatten() for v in vectors]
+        J = Jacobian(model, [(X, y)])
+        found.append([matrix @ torch.eye(21), matrix @ weights.flatten(), J.T @ J.to_dense()])
+        found[-1] += products
+    assert_close(*found)
 
 
 # ------------------------------------------------------------------ Laplace and influence

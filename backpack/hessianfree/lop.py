@@ -66,7 +66,7 @@ def vjp(
 
     Returns:
         The product ``Jᵀ w``, zero for inputs that the outputs do not depend on. ``[*x]`` each, or
-        ``[V, *x]``
+        ``[V, *x]``; dense where autograd has sparse gradients.
     """
     stacked = ws[0].shape[:1] if several else ()
     # autograd refuses constant outputs; they contribute zero.
@@ -74,16 +74,25 @@ def vjp(
     if not varying or not xs:
         return tuple(x.new_zeros((*stacked, *x.shape)) for x in xs)
     alone = stacked == (1,)  # vectorising costs time, and not every function can be vectorised
-    with without_hooks(xs):
-        products = torch.autograd.grad(
-            [ys[i] for i in varying],
-            xs,
-            grad_outputs=[ws[i].squeeze(0) if alone else ws[i] for i in varying],
-            retain_graph=retain_graph,
-            create_graph=not detach,
-            allow_unused=True,
-            is_grads_batched=several and not alone,
-        )
+    try:
+        with without_hooks(xs):
+            products = torch.autograd.grad(
+                [ys[i] for i in varying],
+                xs,
+                grad_outputs=[ws[i].squeeze(0) if alone else ws[i] for i in varying],
+                retain_graph=retain_graph,
+                create_graph=not detach,
+                allow_unused=True,
+                is_grads_batched=several and not alone,
+            )
+    except NotImplementedError:
+        if not several or alone:
+            raise
+        # such as sparse gradients
+        slices = zip(*[w.split(1) for w in ws], strict=True)
+        each = [vjp(ys, xs, one, retain_graph, detach, several) for one in slices]
+        return tuple(map(torch.cat, zip(*each, strict=True)))
+    products = tuple(p.to_dense() if p is not None and p.is_sparse else p for p in products)
     return tuple(
         x.new_zeros((*stacked, *x.shape)) if p is None else p.unsqueeze(0) if alone else p
         for x, p in zip(xs, products, strict=True)
