@@ -761,6 +761,43 @@ def test_operators_of_embeddings_with_sparse_gradients(operator: Any) -> None:
     assert_close(*found)
 
 
+class WithoutOutputs(nn.Module):
+    """Has a layer whose weight and bias have no entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.empty = nn.Linear(3, 2), nn.Linear(2, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return torch.cat([h, self.empty(h)], 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"joint_bias": True}, {"approximation": "expand"}])
+@pytest.mark.parametrize("operator", [KroneckerGGN, EKFAC])
+def test_operators_of_parameters_without_entries(operator: Any, options: dict[str, Any]) -> None:
+    model, data = WithoutOutputs(), [batch()]
+    found, expected = (
+        operator(each, nn.CrossEntropyLoss(), data, fisher="exact", **options)
+        for each in (model, model.layer)
+    )
+    assert_close(found.to_dense(), expected.to_dense())
+    vector = torch.randn(8)
+    for one, other in [(found, expected), (found.plus_diagonal(torch.ones(8)), expected.damped(1))]:
+        assert_close(one.solve(vector, 0.1), other.solve(vector, 0.1))
+
+
+def test_eigenvalues_of_parameters_without_entries() -> None:
+    model, (X, y) = nn.Sequential(nn.Linear(3, 0), nn.Linear(0, 2)), batch()
+    extend(model)
+    with backpack(extensions.EKFAC(), extensions.KFAC(fisher="inputs")):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    for p in model.parameters():
+        assert p.ekfac.eigenvalues.shape == p.shape
+        assert_close(p.ekfac.solve(torch.zeros(5, *p.shape), 0.1), torch.zeros(5, *p.shape))
+        assert len(p.kfac[0]) == len(p)
+
+
 # ------------------------------------------------------------------ Laplace and influence
 
 

@@ -124,7 +124,8 @@ class SpectralOperator(LinearOperator):
         rows, start = self._ordered(values), 0
         for block in self.bases:
             size = _size(block)
-            if (rows[start : start + size] != rows[start]).any():
+            own = rows[start : start + size]
+            if (own != own[:1]).any():
                 raise ValueError(
                     f"A block of {size} rows of {self!r} belongs to entries of different {what}, "
                     f"which do not share its eigenvectors. Use one {what} for them, or "

@@ -240,7 +240,7 @@ class EigenKronecker:
             ValueError: If the shape is another, or the damped matrix is singular.
         """
         damped = self.eigenvalues + damping
-        if not damped.abs().min() > 0:
+        if not (damped.abs() > 0).all():
             raise ValueError(
                 f"{self!r} with damping {damping:g} is singular. Use a positive damping."
             )
@@ -258,7 +258,7 @@ class EigenKronecker:
                 f"{self!r} multiplies with tensors {list(self.shape)} and "
                 f"{['V', *self.shape]}, got {list(mat.shape)}."
             )
-        rows = mat.reshape(-1, *self.shape)
+        rows = mat.unsqueeze(0) if mat.shape == self.shape else mat
         rows = rows.transpose(1, 2) if self.swaps_axes else rows
         shape = rows.shape
         columns = rows.reshape(len(rows), self.shape.numel()).T

@@ -213,9 +213,8 @@ def square_in_bases(
         return reductions.of_products(rows @ left, {"square"}, weights)["square"]
     (right,) = others
     num_v, num_n, num_o, num_i = *s.shape[:2], s.shape[-1], x.shape[-1]
-    num_t = 1 if s.dim() == 3 else s.shape[2]
-    of_factors = num_t * (num_v * num_o**2 + num_i**2)
-    if of_factors <= num_v * num_o * num_i * (num_o + num_i):
+    of_products = num_v * num_o * num_i * (num_o + num_i)
+    if s.dim() == 3 or s.shape[2] * (num_v * num_o**2 + num_i**2) <= of_products:
         return reduced(s @ left, x @ right, {"square"}, weights)["square"]
 
     def product(samples: slice) -> reductions.Multiply:

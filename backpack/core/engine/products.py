@@ -414,8 +414,8 @@ class Products:
         p = self.parameter
         if self._without_factors is marginals:  # those of the identity
             return [self._eye(d) * (p.numel() / d) for d in p.shape if d > 1]
-        inputs = self[extracted.INPUT_FACTORS[None]]
-        return self._eye(p.numel() // prod(map(len, inputs)))
+        size = prod(map(len, self[extracted.INPUT_FACTORS[None]]))
+        return self._eye(p.numel() // size if size else p.shape[-1 if self.input_first else 0])
 
     def _eye(self, size: int) -> Tensor:
         """Return the identity ``[D, D]``, or its diagonal ``[D]``."""

@@ -171,7 +171,7 @@ def rows_that_count(
         c = use.of_rows_there if counted is None else use.c
         (x,) = use.call.derivatives.affine_inputs(c, use.name)
         if x is not None:
-            rows.append(x.reshape(-1, x.shape[-1]))
+            rows.append(x.flatten(0, -2))
     if not rows or counted is None:
         return rows
     found = arrived()
