@@ -482,6 +482,20 @@ def test_check_rule_with_samples_along_another_axis() -> None:
     check_rule(nn.GRU(2, 3), torch.randn(1, 3, 2))
 
 
+@pytest.mark.parametrize(
+    ("module", "inputs", "words"),
+    [
+        (nn.PReLU(2), (torch.rand(4, 5, 2),), r"PReLU.*\[\[4, 5, 2\]\], which has failed"),
+        (nn.MultiMarginLoss(), (torch.rand(4, 3, 2), torch.ones(4, 2).long()), r"\[4, 3, 2\], \[4"),
+        (nn.MultiMarginLoss(reduction="none"), (torch.rand(4, 3), torch.arange(4) % 3), "scalar"),
+    ],
+    ids=["axis of channels", "axes of predictions", "reduction"],
+)
+def test_calls_that_no_rule_is_about(module: nn.Module, inputs: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_rule(module, *inputs)
+
+
 # ------------------------------------------------------------------ conversion
 
 
@@ -759,6 +773,12 @@ def test_operators_of_embeddings_with_sparse_gradients(operator: Any) -> None:
         found.append([matrix @ torch.eye(21), matrix @ weights.flatten(), J.T @ J.to_dense()])
         found[-1] += products
     assert_close(*found)
+
+
+@pytest.mark.parametrize(("size", "k"), [(1, 1), (4, 4), (4, 1.5)])
+def test_a_number_of_eigenpairs_that_there_are_not(size: int, k: Any) -> None:
+    with pytest.raises(ValueError, match=rf"DiagonalOperator.*less than P, got {k}"):
+        DiagonalOperator(torch.ones(size)).eigsh(k)
 
 
 class WithoutOutputs(nn.Module):

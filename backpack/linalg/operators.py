@@ -301,9 +301,9 @@ class LinearOperator(ABC):
                 f"or 'BE' (both ends), got {which!r}. Those next to 0 are the smallest of a "
                 "positive matrix, and of A @ A, which has the eigenvectors of A."
             )
-        if not 0 < k < self.shape[0]:
+        if k not in range(1, self.shape[0]):
             raise ValueError(
-                f"{self!r}: k must be between 1 and {self.shape[0] - 1}, got {k}. For all "
+                f"{self!r}: k is a whole number, at least 1 and less than P, got {k}. For all "
                 "eigenpairs, use torch.linalg.eigh(operator.to_dense())."
             )
         _scipy_linalg()
@@ -313,7 +313,7 @@ class LinearOperator(ABC):
         options: Any = {"dtype": torch.float32, "device": generator.device}
         start = torch.randn(self.shape[0], generator=generator, **options)
         operator = self.to_scipy()
-        pairs = eigenpairs(operator, k, which, tolerance, start.numpy().astype(operator.dtype))
+        pairs = eigenpairs(operator, int(k), which, tolerance, start.numpy().astype(operator.dtype))
         values, vectors = (
             torch.as_tensor(each, dtype=self.dtype, device=self.device) for each in pairs
         )

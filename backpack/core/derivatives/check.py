@@ -117,7 +117,8 @@ def check_rule(module: Module, *inputs: Any) -> None:
 
     Raises:
         AssertionError: If something differs: names the method, the shape and the deviation.
-        ValueError: If no rule is registered, or there is a single sample.
+        ValueError: If no rule is registered, there is a single sample, the call fails, or a loss is
+            no scalar.
     """
     rule: Any = derivatives_of(module)
     if rule is None:
@@ -138,7 +139,19 @@ def check_rule(module: Module, *inputs: Any) -> None:
         for i in keys:
             leaves[i].requires_grad_()
         called = _called_children(module)
-        outputs = flatten_outputs(module(*leaves))
+        try:
+            outputs = flatten_outputs(module(*leaves))
+        except Exception as error:
+            shapes = [list(x.shape) if isinstance(x, Tensor) else x for x in inputs]
+            raise ValueError(
+                f"check_rule calls {describe(module)} in double precision, with inputs {shapes}, "
+                f"which has failed: {error}"
+            ) from error
+        if compare is _of_loss and outputs[0].numel() > 1:
+            raise ValueError(
+                f"check_rule needs a loss that is a scalar, but that of {describe(module)} has "
+                f"shape {list(outputs[0].shape)}. Use reduction='mean' or 'sum'."
+            )
         _check_children(rule, module, called)
         _check_names(rule, module)
         call = Visit(Call(module, tuple(leaves), {}, outputs, rule, True))
