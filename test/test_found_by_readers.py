@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -1109,3 +1110,66 @@ def test_masks_of_tensors_and_batches_with_numbers() -> None:
 
     X, _ = collate_empty_too(data, collate)([])
     assert X.shape == (0, 2)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "array": lambda m: m.array.__iadd__(1),
+    "array in a dictionary": lambda m: m.nested["array"].__iadd__(1),
+    "tensor in lists": lambda m: m.nested["lists"][0][0].add_(1),
+    "tensor in a tuple": lambda m: m.pair[0].add_(1),
+    "list in a tuple": lambda m: m.pair[1].append(1),
+    "bytes": lambda m: m.bytes.append(1),
+    "generator of NumPy": lambda m: m.generator.random(),
+    "older generator of NumPy": lambda m: m.generators[0].rand(),
+    "generator of Python": lambda m: m.generators[1].random(),
+    "generator of torch": lambda m: torch.rand(1, generator=m.generators[2]),
+    "number": lambda m: setattr(m, "number", m.number + 1),
+}
+
+
+class Stateful(nn.Module):
+    """A module without a rule that changes what it has in each forward pass."""
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.weight, self.change, self.number = nn.Parameter(torch.rand(3)), change, 0
+        self.array, self.bytes = np.zeros(2), bytearray()
+        self.nested = {"array": np.zeros(2), "lists": [[torch.zeros(2)]]}
+        self.pair = torch.zeros(2), [0]
+        self.generator = np.random.default_rng(0)
+        self.generators = [np.random.RandomState(0), random.Random(0), torch.Generator()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self)
+        return (self.weight * x).sin()
+
+    def state(self) -> str:
+        of_numpy, of_python, of_torch = self.generators
+        states = (
+            *(self.array, self.bytes, self.nested, self.pair, self.number, of_torch.get_state()),
+            *(self.generator.bit_generator.state, of_numpy.get_state(), of_python.getstate()),
+        )
+        return str(states)
+
+
+@pytest.mark.parametrize("has_hook", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_state_of_modules_without_a_rule_changes_once(change: str, has_hook: bool) -> None:
+    """As in plain PyTorch, also where hooks of all modules are called."""
+    X, calls = torch.rand(N, 3), []
+    plain = Stateful(CHANGES[change])
+    model = copy.deepcopy(plain)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: calls.append(0))
+    if not has_hook:
+        handle.remove()
+    for _ in range(2):
+        F.mse_loss(plain(X), X).backward()
+    count = len(calls)
+    extend(model)
+    exts = (extensions.BatchGrad(), extensions.DiagHessian())
+    with backpack(*exts):
+        for _ in range(2):
+            extend(nn.MSELoss())(model(X), X).backward()
+    handle.remove()
+    assert len(calls) == (count + 4 if has_hook else 0)  # the losses are modules
+    assert model.state() == plain.state()

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -142,12 +143,12 @@ class Meanwhile(nn.Module):
     def __init__(self, other: ThreadPoolExecutor, draw: Callable[[], float]) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.rand(4))
-        self.numbers: tuple[list[float], ...] = ([],)  # which no evaluation resets
+        self.seen = SimpleNamespace(numbers=[])  # an object, which no evaluation resets
         self.other, self.draw = other, draw
 
     def forward(self, x: Tensor) -> Tensor:
-        if len(self.numbers[0]) < 3:
-            self.numbers[0].append(float(self.other.submit(self.draw).result()))
+        if len(self.seen.numbers) < 3:
+            self.seen.numbers.append(float(self.other.submit(self.draw).result()))
         return (x * self.w).sin()
 
 
@@ -190,7 +191,7 @@ def test_another_thread_draws_meanwhile(
     seed(1)
     with backpack(extensions.DiagHessian(), extensions.BatchGrad()):
         extend(loss)(model(X), y).backward()
-    seen = leaf.numbers[0]
+    seen = leaf.seen.numbers
     assert len(seen) == 3
     seed(1)
     assert seen == [float(draw()) for _ in seen]

@@ -27,7 +27,6 @@ from backpack.convert.recorder import (
     Run,
     tensors_among,
 )
-from backpack.core.derivatives.automatic import attributes_kept
 from backpack.core.engine.elided_gradients import REARRANGEMENTS
 from backpack.core.engine.hooks import call_after_recording, copy_last
 from backpack.core.engine.spread import kind
@@ -41,6 +40,7 @@ from backpack.core.record.generators import (
     have_changed,
     set_generators,
 )
+from backpack.core.record.kept_attributes import attributes_kept
 from backpack.core.record.layout import unbatched
 from backpack.core.record.module_state import works_in_place
 from backpack.core.record.origins import is_foreign_function, origin

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import copy
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -76,8 +73,8 @@ class AutomaticDerivatives(BaseDerivatives):
             )
         return (
             f"{describe(module)} returns something else when it is evaluated again (is it random, "
-            "or does it change its own state?), so its derivatives cannot be computed "
-            "automatically. Use eval(), or register derivatives "
+            "does it change its own state, or has a hook changed what it returned?), so its "
+            "derivatives cannot be computed automatically. Use eval(), or register derivatives "
             "(backpack.core.derivatives.register). If it changes its input in place, set "
             "self.inplace = True in its __init__."
         )
@@ -206,61 +203,6 @@ def _evaluated_again(evaluation: Evaluation) -> tuple[list[Parameter], bool]:
     leaves = [getattr(node, "variable", None) for node in nodes_above(y.grad_fn for y in outputs)]
     hidden = [leaf for leaf in leaves if isinstance(leaf, Parameter)]
     return hidden, not is_random and evaluation.agree(outputs, c.outputs)
-
-
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-COLLECTIONS = (list, deque, dict, set)
-_OF_MODULES = frozenset(vars(Module()))
-
-
-def _hold(value: Any, held: dict[int, tuple[Any, Any]]) -> None:
-    """Copy a collection, and those in it."""
-    if isinstance(value, COLLECTIONS) and id(value) not in held:
-        held[id(value)] = value, copy(value)
-        entries = value.values() if isinstance(value, dict) else value
-        if any(issubclass(kind, COLLECTIONS) for kind in set(map(type, entries))):
-            for each in entries:
-                _hold(each, held)
-
-
-@contextmanager
-def attributes_kept(module: Module, saved: dict[str, Any] | None = None) -> Iterator[None]:
-    """Call the module without hooks of users, and undo what its ``forward`` does to attributes.
-
-    What is ``saved`` for a call tells other evaluations of it which tensors are changed in place.
-    """
-    states = [(vars(m), dict(vars(m))) for m in module.modules()]
-    of_users = [
-        (own, name, value)
-        for own, before in states
-        for name, value in before.items()
-        if name not in _OF_MODULES and not name.startswith("_backpack_")
-    ]
-    drawn = [(x, x.get_state()) for _, _, x in of_users if isinstance(x, torch.Generator)]
-    held: dict[int, tuple[Any, Any]] = {}
-    for _, _, value in of_users:
-        _hold(value, held)
-    vars(module).update({name: {} for name in HOOKS})
-    saved = {} if saved is None else saved
-    changed, clones = saved.get("changed attributes"), {}
-    for own, name, value in of_users:
-        is_plain = type(value) is Tensor and not value.requires_grad
-        if is_plain and (changed is None or (id(own), name) in changed):
-            own[name] = clones[id(own), name] = value.clone()
-    try:
-        yield
-    finally:
-        for own, before in states:  # never empty: passes of other threads look at all calls
-            own.update(before)
-            for name in own.keys() - before.keys():
-                del own[name]
-        if changed is None:
-            saved["changed attributes"] = {key for key, x in clones.items() if x._version}
-        for generator, state in drawn:
-            generator.set_state(state)
-        for value, as_it_was in held.values():
-            value.clear()
-            (value.extend if isinstance(value, list | deque) else value.update)(as_it_was)
 
 
 @register(nn.AdaptiveLogSoftmaxWithLoss, nn.CrossMapLRN2d)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import Module
 
-from backpack.core.derivatives.automatic import attributes_kept, evaluated_again, with_gradients
+from backpack.core.derivatives.automatic import evaluated_again, with_gradients
 from backpack.core.derivatives.by_autograd import second_of_samples
 from backpack.core.derivatives.conditions import Known, once
 from backpack.core.derivatives.evaluation import (
@@ -32,6 +32,7 @@ from backpack.core.record.alive import all_live_calls
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.generators import evaluated_alike, evaluated_apart
+from backpack.core.record.kept_attributes import attributes_kept
 from backpack.core.record.layout import Layout, Place
 from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register, register_fallback

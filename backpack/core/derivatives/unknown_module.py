@@ -13,7 +13,7 @@ from torch import Size, Tensor
 from torch.nn import Module
 
 from backpack.context import disable
-from backpack.core.derivatives.automatic import attributes_kept, with_gradients
+from backpack.core.derivatives.automatic import with_gradients
 from backpack.core.derivatives.conditions import Known, once
 from backpack.core.derivatives.evaluation import Evaluation, alone, quietly
 from backpack.core.derivatives.facts import always
@@ -21,6 +21,7 @@ from backpack.core.derivatives.function_derivatives import FunctionDerivatives, 
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.generators import evaluated_alike, evaluated_apart
+from backpack.core.record.kept_attributes import attributes_kept
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import flatten_outputs

@@ -14,7 +14,7 @@ from backpack.context import disable
 from backpack.core.record.generators import evaluated_apart
 from backpack.core.record.module_state import works_in_place
 from backpack.core.record.origins import flatten_outputs
-from backpack.core.record.registry import derivatives_of_call
+from backpack.core.record.registry import derivatives_of
 
 ADVICE = "Register that hook on the module itself, before extend or without prepend=True."
 CHANGED = f"returned what a forward hook that runs before backpack's has changed. {ADVICE}"
@@ -24,9 +24,12 @@ RANDOM = f"is random, and a forward hook runs before backpack's, which may chang
 def alteration(
     module: Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
 ) -> str | None:
-    """Run a module again; return what to tell of it if hooks have changed what it returned."""
+    """Run a module again; return what to tell of it if hooks have changed what it returned.
+
+    One without a rule is evaluated again, and compared, where its derivatives are needed.
+    """
     seen = flatten_outputs(output)
-    if not torch.is_grad_enabled() or derivatives_of_call(module, seen) is None:
+    if not torch.is_grad_enabled() or derivatives_of(module) is None:
         return None
     computed, is_random = evaluated_apart(lambda: _computed_again(module, args, kwargs))
     if is_random:

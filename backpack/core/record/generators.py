@@ -7,7 +7,7 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from threading import RLock, active_count
 from time import monotonic
@@ -208,6 +208,30 @@ def _generators() -> list[Sequence[Generator]]:
     mps = torch.backends.mps.is_available()
     found.append([torch.mps._get_default_mps_generator()] if mps else ())
     return found
+
+
+def putting_back(value: Any) -> Callable[[], object] | None:
+    """Return what gives a generator the state that it has now; None for anything else."""
+    if isinstance(value, Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.random.RandomState):
+        return partial(value.set_state, value.get_state(legacy=False))
+    if isinstance(value, numpy.random.Generator):
+        value = value.bit_generator
+    if isinstance(value, numpy.random.BitGenerator):
+        return partial(setattr, value, "state", value.state)
+    return None
+
+
+def is_array(value: Any) -> bool:
+    """Whether something is an array of NumPy, but none that is mapped into memory."""
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray
 
 
 def set_generators(states: tuple[Any, ...]) -> None:

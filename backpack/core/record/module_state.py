@@ -134,7 +134,7 @@ class ModuleState:
             return self.module
         if not holds_itself(self.module):
             return copied(self.module, options)
-        had = _added(self.module) | options
+        had = added(self.module) | options
         self.attributes = [(own, name, copy_of_list(x)) for name, x in had.items()]
         return self.module
 
@@ -144,7 +144,7 @@ class ModuleState:
         Such as by a function that finds it in a list: see :meth:`as_it_was`.
         """
         if self.module is not self.called:  # another thread may have found it out
-            own, had = vars(self.called), _added(self.module)
+            own, had = vars(self.called), added(self.module)
             self.attributes = [(own, name, copy_of_list(x)) for name, x in had.items()]
             self.module = self.called
         return self.called
@@ -342,7 +342,7 @@ def holds_itself(module: Module) -> bool:
     Such as methods of it, in tables as well, what was put in the place of ``forward``, or an object
     that has the module. Code of other places is not looked at.
     """
-    waiting = [x for x in _added(module).values() if type(x) not in PLAIN]
+    waiting = [x for x in added(module).values() if type(x) not in PLAIN]
     seen: dict[int, Any] = {}
     for _ in range(MAX_HELD):
         if not waiting:
@@ -373,7 +373,7 @@ def holds_itself(module: Module) -> bool:
     return False
 
 
-def _added(module: Module) -> dict[str, Any]:
+def added(module: Module) -> dict[str, Any]:
     """Return the attributes of a module that not every module has."""
     own = vars(module).items()
     return {k: x for k, x in own if k not in _OF_MODULES and not k.startswith("_backpack")}
