@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.testing import assert_close
 from torch.utils.data import TensorDataset
 
-from backpack import backpack, extend, extensions
+from backpack import assign_samples, backpack, extend, extensions
 from backpack.core.derivatives import check_rule
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.custom_module.graph_utils import ConversionError
@@ -1173,3 +1174,78 @@ def test_state_of_modules_without_a_rule_changes_once(change: str, has_hook: boo
     handle.remove()
     assert len(calls) == (count + 4 if has_hook else 0)  # the losses are modules
     assert model.state() == plain.state()
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.TransformerEncoderLayer], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("function", ["transpose", "view"])
+def test_views_of_data_before_a_layer_with_the_sequence_first(layer: Any, function: str) -> None:
+    """``view`` brings steps of other samples into a column."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = layer(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.transpose(0, 1) if function == "transpose" else x.view(3, N, 4)
+            h = self.layer(x)
+            return self.head((h[0] if isinstance(h, tuple) else h)[-1])
+
+    loss = extend(nn.CrossEntropyLoss())(extend(Model())(torch.rand(N, 3, 4)), torch.arange(N) % 2)
+    with warnings.catch_warnings(record=True) as caught, backpack(extensions.BatchGrad()):
+        warnings.simplefilter("always")
+        loss.backward()
+    told = [str(w.message) for w in caught]
+    assert any("functions of the data before" in message for message in told) == (
+        function == "view"
+    )
+
+
+def along_the_second_axis(length: int) -> Tensor:
+    """Return data whose samples a program has said to be along the second axis."""
+    X = torch.rand(length, N, 3)
+    return assign_samples(X, torch.arange(N)[:, None].expand_as(X))
+
+
+@pytest.mark.parametrize("length", [3, N])
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_assigned_samples_along_the_second_axis_of_data(length: int, is_moved: bool) -> None:
+    """They are followed without a converter: nothing to warn of."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if is_moved:
+                return self.head(self.layer(x.transpose(0, 1))).mean(1)
+            return self.head(self.layer(x)).mean(0)
+
+    X, y, plain = along_the_second_axis(length), torch.arange(N) % 2, Model()
+    model = extend(copy.deepcopy(plain))
+    loss = extend(nn.CrossEntropyLoss(reduction="sum"))(model(X), y)
+    with warnings.catch_warnings(), backpack(extensions.BatchGrad()):
+        warnings.simplefilter("error")
+        loss.backward()
+    for n, term in enumerate(F.cross_entropy(plain(X), y, reduction="none")):
+        own = torch.autograd.grad(term, [*plain.parameters()], retain_graph=True)
+        assert_close([p.grad_batch[n] for p in model.parameters()], [*own], **TOLERANCE)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_private_steps_of_data_with_assigned_samples(axis: int) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.LSTM(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.layer(x - x.mean(axis, keepdim=True))[0][-1])
+
+    model = extend(Model())
+    optimiser, y = private(model.parameters()), torch.arange(N) % 2
+    with backpack(*optimiser.extensions):
+        extend(nn.CrossEntropyLoss())(model(along_the_second_axis(2)), y).backward()
+    with pytest.raises(ValueError, match="functions that read") if axis else nullcontext():
+        optimiser.step()

@@ -836,7 +836,7 @@ def test_data_is_left_as_it_was() -> None:
     assert noted(X) is None
     key = id(X)
     del X
-    assert key not in data_notes._of_data
+    assert key not in data_notes.OF_DATA
     assert not [call for m in model.modules() for call in alive.live_calls(m)]
 
 

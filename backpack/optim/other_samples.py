@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from backpack.context import CTX, disable
 from backpack.core.derivatives.evaluation import alone
 from backpack.core.engine.loss_terms import is_usual
-from backpack.core.record.data_notes import noted
+from backpack.core.record.data_notes import assigned_axis, noted
 from backpack.core.record.generators import OwnGenerators
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import WRAPPERS, BackpackOutput, is_foreign_function, origin
@@ -361,11 +361,13 @@ class _Batch:
     def _has_samples(self, x: Tensor) -> bool:
         """Give a tensor with an axis of samples their data."""
         place, takes_integers = self.choice
-        axes = [i for i, size in enumerate(x.shape) if size == self.samples]
+        known = noted(x)
+        said = known is not None and known.is_assigned
+        each = [assigned_axis(x)] if said else range(x.dim())
+        axes = [i for i in each if i is not None and x.shape[i] == self.samples]
         is_data = not isinstance(x, Parameter) and (x.is_floating_point() or takes_integers)
         is_data = is_data and id(x) not in self.constants
-        known = noted(x)
-        if not axes or not is_data or (known is not None and known.is_assigned):
+        if not axes or not is_data:
             return False
         if len(axes) > 1 or axes[0]:
             self.is_ambiguous = True

@@ -26,9 +26,11 @@ LOSS_THAT_MIXES = (
     "is compared with: that is another p.grad, and not private."
 )
 
+SAY_SO = "If data has its samples along another axis, backpack.assign_samples(x, numbers) says so."
+
 FUNCTIONS_THAT_MIX = (
     "If functions just move the samples from the first axis, use "
-    "extend(model, use_converter=True), which follows them."
+    f"extend(model, use_converter=True), which follows them. {SAY_SO}"
 )
 
 FUNCTIONS_BESIDE = (
@@ -42,7 +44,7 @@ FUNCTIONS_BESIDE = (
 OTHER_ROWS = (
     "A layer takes the rows of its input for the samples of the batch, but their numbers differ: "
     "{} (a table of positions has one, merged axes have more). Use extend(model, "
-    "use_converter=True), which follows the samples."
+    f"use_converter=True), which follows the samples. {SAY_SO}"
 )
 
 

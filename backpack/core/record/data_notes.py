@@ -25,7 +25,7 @@ UNFILLED = "a tensor that torch.empty_like (or new_empty) has made and something
 # What a tensor was when it was noted, where the samples are, and the tensor.
 Note = tuple[Any, Layout, ref[Tensor]]
 # Where the samples are in tensors that no graph leads to: the layout goes with the tensor.
-_of_data: dict[int, Note] = {}
+OF_DATA: dict[int, Note] = {}
 
 
 class Inputs:
@@ -131,11 +131,11 @@ def note(tensor: Tensor, layout: Layout | None) -> None:
     running = [inputs.notes for inputs in reversed(_calls.running) if key in inputs.notes]
     notes = next((notes for notes in running if notes[key][2]() is tensor), None)
     if layout is None:
-        (_of_data if notes is None else notes).pop(key, None)
+        (OF_DATA if notes is None else notes).pop(key, None)
     elif notes is not None:
         notes[key] = _form(tensor), layout, ref(tensor)
     else:
-        _of_data[key] = _form(tensor), layout, ref(tensor, lambda _: _of_data.pop(key, None))
+        OF_DATA[key] = _form(tensor), layout, ref(tensor, lambda _: OF_DATA.pop(key, None))
 
 
 # Functions that have mixed the samples of data: the name goes with the tensor.
@@ -170,7 +170,7 @@ def noted(tensor: Tensor) -> Layout | None:
         if found is not None and found[2]() is tensor:
             break
     else:
-        found = _of_data.get(key)
+        found = OF_DATA.get(key)
     if found is None or found[2]() is not tensor or found[0] != _form(tensor):
         return None
     return found[1]
@@ -178,8 +178,15 @@ def noted(tensor: Tensor) -> Layout | None:
 
 def assigned() -> list[Layout]:
     """List where the samples are in the data that a program has said so of."""
-    notes = [_of_data, *(inputs.notes for inputs in _calls.running)]
+    notes = [OF_DATA, *(inputs.notes for inputs in _calls.running)]
     return [layout for each in notes for _, layout, _ in [*each.values()] if layout.is_assigned]
+
+
+def assigned_axis(x: Tensor) -> int | None:
+    """Return the axis along which the samples are, if a program has said so and it is one."""
+    known = noted(x)
+    place = known.place(x.shape) if known is not None and known.is_assigned else None
+    return None if place is None or place.is_scattered else place.axis
 
 
 def moved(x: Tensor, device: Any) -> Tensor:

@@ -7,9 +7,10 @@ than the samples of the model, or other places in memory, the functions before i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn import Module
 from backpack.context import STATE
 from backpack.core.record.compiler import is_traced
 from backpack.core.record.data_flow import take_mixing
+from backpack.core.record.data_notes import OF_DATA, assigned_axis
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import derivatives_of, is_leaf
 from backpack.core.record.tape import GRAD_FN, listen
@@ -37,18 +39,20 @@ class Strided:
         item: Bytes of an entry.
         shape: Its shape.
         stride: Its strides.
+        axis: That of the samples, if a program has said so.
     """
 
-    __slots__ = ("is_dense", "item", "offset", "pointer", "shape", "stride")
+    __slots__ = ("axis", "is_dense", "item", "offset", "pointer", "shape", "stride")
 
-    def __init__(self, x: Tensor):
+    def __init__(self, x: Tensor, axis: int | None = None):
         """Look at a tensor."""
+        self.axis = axis
         self.pointer, self.offset, self.item = x.data_ptr(), x.storage_offset(), x.element_size()
         self.shape, self.stride, self.is_dense = x.shape, x.stride(), x.is_contiguous()
 
     def has_rows(self, x: Tensor) -> bool:
-        """Whether a tensor has the same entries in each row."""
-        if self.pointer != x.data_ptr():
+        """Whether a tensor has the same entries in each row, and rows may be samples."""
+        if self.pointer != x.data_ptr() or self.axis:
             return False
         if self.is_dense and x.is_contiguous():
             return self.shape[0] == x.shape[0] and self.shape.numel() == x.numel()
@@ -59,13 +63,16 @@ class Strided:
         """Where the memory begins that views share."""
         return self.pointer - self.item * int(self.offset)
 
-    def step(self, axis: int) -> int:
-        """Number of bytes between entries along an axis."""
-        return self.item * int(self.stride[axis])
+    def places(self, axes: Iterable[int]) -> list[tuple[int, int]]:
+        """Return sizes, and bytes between entries, along axes that may have the samples."""
+        axes = axes if self.axis is None else (self.axis,)
+        return [(self.shape[i], self.item * self.stride[i]) for i in axes if i < len(self.shape)]
 
     @property
     def has_outer_rows(self) -> bool:
         """Whether no other axis of the size of the first one has larger steps."""
+        if self.axis:
+            return False
         size, step = self.shape[0], self.stride[0]
         axes = zip(self.shape, self.stride, strict=True)
         return size < 2 or all(n != size or other <= step for n, other in axes)
@@ -77,7 +84,8 @@ class Given:
 
     Attributes:
         module: The model.
-        tensors: Its arguments, and entries of dictionaries: their first axis has the samples.
+        tensors: Its arguments, and entries of dictionaries: their first axis has the samples,
+            unless a program has said that another one has them.
         mixing: Its modules that have mixed samples where no gradient passes.
     """
 
@@ -87,7 +95,7 @@ class Given:
 
     def sizes(self, axes: set[int]) -> set[int]:
         """Return how many samples there may be, if they are along one of some axes."""
-        return {x.shape[i] for x in self.tensors for i in axes if i < len(x.shape)}
+        return {size for x in self.tensors for size, _ in x.places(axes)}
 
     def is_moved(self, x: Tensor, axis: int, is_computed: bool) -> bool:
         """Whether memory tells that the samples of a tensor are not where a layer takes them.
@@ -110,8 +118,7 @@ class Given:
             return False
         same = [known for known in self.tensors if known.memory == read.memory]
         if same:
-            steps = [known.step(i) for known in same for i in axes if i < len(known.shape)]
-            return read.step(axis) not in steps
+            return read.places([axis])[0] not in chain(*(known.places(axes) for known in same))
         if not is_computed or axis or read.has_outer_rows:
             return False
         return all(known.has_outer_rows for known in self.tensors)
@@ -150,7 +157,7 @@ def note_given(
     for value in (*args, *kwargs.values()):
         for x in value.values() if isinstance(value, Mapping) else (value,):
             if type(x) is Tensor and x.dim() and x.layout is torch.strided and not x.is_nested:
-                tensors.append(Strided(x))
+                tensors.append(Strided(x, assigned_axis(x) if id(x) in OF_DATA else None))
     is_one = isinstance(output, Tensor) and output.is_floating_point()
     outputs = list(filter(GRAD_FN, (output,) if is_one else flatten_outputs(output)))
     if tensors and outputs:
