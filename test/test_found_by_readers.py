@@ -1249,3 +1249,26 @@ def test_private_steps_of_data_with_assigned_samples(axis: int) -> None:
         extend(nn.CrossEntropyLoss())(model(along_the_second_axis(2)), y).backward()
     with pytest.raises(ValueError, match="functions that read") if axis else nullcontext():
         optimiser.step()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h, mode: [h.sin(), h.cos()][mode],
+        lambda h, mode: h * {True: 2.0, False: 3.0}[mode],
+        lambda h, mode: h * range(2, 4)[mode],
+        lambda h, mode: h * sum([2.0, 3.0][mode:]),
+        lambda h, mode: h * (1 + torch.ones(3) * mode),
+    ],
+    ids=["list", "dictionary", "range", "slice", "constant"],
+)
+def test_training_modes_as_indices_and_keys_in_traced_models(function: Any) -> None:
+    """A mode that was decided while tracing is told once it is another one."""
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x, self.training)
+
+    model = extend(Model(), use_converter="trace")
+    with pytest.warns(UserWarning, match="branches on its training mode"):
+        model.eval()

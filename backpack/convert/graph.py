@@ -318,7 +318,7 @@ class _Converter:
             self._apply(node, x, name, source) if isinstance(x, Apply) else x for x in what.inputs
         )
         flags = leaves_in((node.args, dict(node.kwargs)), TrainingFlag)
-        what.module.train(int.__bool__(flags[0]) if flags else self.module.training)
+        what.module.train(flags[0].mode if flags else self.module.training)
         target = self._fresh(NODE_NAMES.get(type(what.module), name), self.root)
         self.root.add_module(target, what.module)
         with self.graph.inserting_before(node):

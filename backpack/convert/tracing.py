@@ -468,6 +468,8 @@ class BackpackTracer(Tracer):
         Raises:
             TraceError: If it is a container of another class than the graph would have.
         """
+        if isinstance(a, TrainingFlag):
+            return a
         plain = next((c for c in (dict, list, tuple) if isinstance(a, c)), type(a))
         if type(a) not in (plain, torch.Size) and not hasattr(type(a), "_fields"):
             name = type(a).__name__
@@ -537,9 +539,8 @@ class BackpackTracer(Tracer):
         modules = list(paths)
         states = [_State(module) for module in modules]
         for module in modules:
-            flag = TrainingFlag(module.training)
-            flag.owner, flag.asked = paths[module], partial(asked, paths[module], module.training)
-            vars(module)["training"] = flag
+            mode, path = module.training, paths[module]
+            vars(module)["training"] = TrainingFlag(mode, path, partial(asked, path, mode))
         flagged = [dict(vars(module)) for module in modules]
         changed: list[str] = []
         try:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx.node import Node
 from torch.fx.proxy import Proxy
 
-from backpack.custom_module.function_module import Slot, leaves_in
+from backpack.custom_module.function_module import Slot, leaves_in, map_leaves
 
 # What is known about a value before it is there: one of these, or a tuple of kinds.
 Kind = Any
@@ -30,33 +30,35 @@ CONSTANT: Final = "constant"  # no entry of the result depends on those of the f
 RESHAPES: Final = "reshapes"  # the result has the first argument's entries, in their order
 
 
-class TrainingFlag(int):
+class TrainingFlag:
     """What modules have as ``training`` while they are traced.
 
-    It is recognised as an argument of functions, and reports when somebody asks for its value.
+    It is recognised as an argument of functions, and reports when somebody asks for its value. It
+    is no number: the indices, keys and bounds that Python reads of one would not be reported.
+
+    Attributes:
+        mode: The value.
+        owner: Name of the module.
+        asked: Called by what asks for the value.
     """
 
-    asked: Callable[[], None]
-    owner: str  # name of the module
-
-    def __bool__(self) -> bool:
-        """Report that the forward pass depends on the mode, and return the mode."""
-        self.asked()
-        return int.__bool__(self)
-
-    def __eq__(self, other: object) -> bool:
-        """Compare, which is asking, too."""
-        return bool(self) == other
-
-    def __ne__(self, other: object) -> bool:
-        """Compare, likewise."""
-        return bool(self) != other
-
-    __hash__ = int.__hash__
+    def __init__(self, mode: bool, owner: str, asked: Callable[[], None]):
+        """Stand for a mode of a module."""
+        self.mode, self.owner, self.asked = mode, owner, asked
 
     def __repr__(self) -> str:
         """Return the mode."""
-        return repr(int.__bool__(self))
+        return repr(self.mode)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Let proxies record a function; compute with the mode if there is none."""
+        if any(issubclass(each, Proxy) for each in types):
+            return NotImplemented
+        args, kwargs = map_leaves(lambda x: bool(x) if type(x) is cls else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
     @classmethod
     def ask(cls, name: str) -> None:
@@ -65,14 +67,14 @@ class TrainingFlag(int):
         def method(self: TrainingFlag, *others: Any) -> Any:
             if not any(isinstance(other, Proxy) for other in others):  # which record it
                 self.asked()
-            return plain(int.__bool__(self), *others)
+            return plain(self.mode, *others)
 
         plain = getattr(bool, name)
         setattr(cls, name, method)
 
 
 _BINARY = "add sub mul truediv floordiv mod divmod pow lshift rshift and or xor"
-_OTHERS = "int float index round format str neg pos abs invert lt le gt ge"
+_OTHERS = "bool int float index round format str neg pos abs invert eq ne lt le gt ge hash"
 for _name in _BINARY.split():
     TrainingFlag.ask(f"__{_name}__")
     TrainingFlag.ask(f"__r{_name}__")
@@ -94,7 +96,7 @@ def kind(argument: Any) -> Kind:
 
 def is_number(argument: Any) -> bool:
     """Return whether an argument is a real number that is known already."""
-    return isinstance(argument, (int, float)) and not isinstance(argument, (bool, TrainingFlag))
+    return isinstance(argument, (int, float)) and not isinstance(argument, bool)
 
 
 def is_static(*arguments: Any) -> bool:
