@@ -398,6 +398,22 @@ def test_penalty_inside_of_a_converted_model(converter: Any, ext: Any) -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("converter", [True, "record"])
+def test_a_penalty_outside_of_a_converted_model_works_as_advised(converter: Any) -> None:
+    X, y = torch.rand(4, 3), torch.tensor([0, 1, 1, 0])
+    model = extend(nn.Sequential(nn.Linear(3, 2)), use_converter=converter)
+    weight, found = model.get_parameter("0.weight"), []
+    for factor in (0.0, 0.1):
+        loss = extend(nn.CrossEntropyLoss())(model(X), y)
+        with warnings.catch_warnings(), backpack(extensions.BatchGrad(), extensions.DiagHessian()):
+            warnings.simplefilter("ignore" if factor else "error")
+            (loss + 0.5 * factor * weight.square().sum() if factor else loss).backward()
+        found.append((weight.grad_batch.clone(), weight.diag_h.clone(), weight.grad.clone()))
+        weight.grad = None
+    (own, diagonal, grad), others = found
+    torch.testing.assert_close(others, (own, diagonal, grad + 0.1 * weight.detach()))
+
+
 def test_unsupported_frozen_module_does_not_matter_for_first_order() -> None:
     model = Net(Noise())
     model.encoder[1][0].weight.requires_grad_(False)
