@@ -1272,3 +1272,13 @@ def test_training_modes_as_indices_and_keys_in_traced_models(function: Any) -> N
     model = extend(Model(), use_converter="trace")
     with pytest.warns(UserWarning, match="branches on its training mode"):
         model.eval()
+
+
+def test_hooks_of_compiled_modules_without_a_rule_are_called_once() -> None:
+    model, X, calls = Stateful(lambda m: None), torch.rand(N, 3), []
+    model.register_forward_hook(lambda *_: calls.append(0))
+    extend(model).compile(backend="eager")
+    with backpack(extensions.BatchGrad()):
+        extend(nn.MSELoss())(model(X), X).backward()
+    assert_close(model.weight.grad_batch.sum(0), model.weight.grad)
+    assert len(calls) == 1

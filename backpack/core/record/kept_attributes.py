@@ -33,7 +33,8 @@ def attributes_kept(module: Module, saved: dict[str, Any] | None = None) -> Iter
     states = [(m, vars(m), dict(vars(m))) for m in module.modules()]
     copies: Copies | None = {} if saved.get("changes tensors", True) else None
     undo: Undo = {}
-    vars(module)["_call_impl"] = module.forward  # past all hooks, those of all modules included
+    # past all hooks, those of all modules included, and past what was compiled with them
+    vars(module).update(_call_impl=module.forward, _compiled_call_impl=None)
     try:
         for m, own, _ in states:
             own.update({name: _lent(value, undo, copies) for name, value in added(m).items()})
