@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 import warnings
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -49,6 +50,7 @@ from backpack.linalg import (
     Hessian,
     Jacobian,
     KroneckerGGN,
+    curvature,
     logdet,
     spectral_density,
 )
@@ -1282,3 +1284,78 @@ def test_hooks_of_compiled_modules_without_a_rule_are_called_once() -> None:
         extend(nn.MSELoss())(model(X), X).backward()
     assert_close(model.weight.grad_batch.sum(0), model.weight.grad)
     assert len(calls) == 1
+# ------------------------------------------------------------------ loops and threads
+
+
+class InAThread:
+    """Batches that another thread makes, which uses operators of the same model itself."""
+
+    def __init__(self, batches: list[Any], use: Callable[[Any], Any]) -> None:
+        self.batches, self.use = batches, use
+
+    def __iter__(self) -> Any:
+        pool = ThreadPoolExecutor(1)
+        for own in self.batches:
+            pool.submit(self.use, own).result(60)
+            yield own
+        pool.shutdown()
+
+
+@pytest.mark.parametrize("kind", [GGN, FisherMC, DiagonalGGN, KroneckerGGN, EKFAC])
+def test_operators_over_data_that_another_thread_computes(kind: Any) -> None:
+    """They take their turns, whoever is done first, and leave the model as it was."""
+    model, lossfunc = mlp(), nn.CrossEntropyLoss()
+    before = [dict(vars(module)) for module in (*model, lossfunc)]
+    batches = [batch() for _ in range(3)]
+    expected = kind(model, lossfunc, batches).to_dense()
+
+    def use(own: Any) -> None:
+        for other in (GGN, DiagonalGGN):
+            other(model, lossfunc, [own]).to_dense()
+        Influence(model, lossfunc, [own], curvature=DiagonalGGN, damping=1.0).scores(own)
+
+    assert_close(kind(model, lossfunc, InAThread(batches, use)).to_dense(), expected)
+    assert [dict(vars(module)) for module in (*model, lossfunc)] == before
+
+
+def test_an_operator_that_is_done_while_another_thread_goes_on() -> None:
+    model, lossfunc = mlp(), nn.CrossEntropyLoss()
+    before = [dict(vars(module)) for module in (*model, lossfunc)]
+    batches, others = ([batch() for _ in range(2)] for _ in range(2))
+    expected, of_others = (DiagonalGGN(model, lossfunc, d).to_dense() for d in (batches, others))
+    begun, done = threading.Event(), threading.Event()
+
+    def waiting() -> Any:
+        yield others[0]
+        begun.set()
+        assert done.wait(60)
+        yield others[1]
+
+    def first() -> Any:
+        yield batches[0]
+        assert begun.wait(60)
+        yield batches[1]
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: DiagonalGGN(model, lossfunc, waiting()).to_dense())
+        assert_close(DiagonalGGN(model, lossfunc, first()).to_dense(), expected)
+        done.set()
+        assert_close(other.result(60), of_others)
+    assert [dict(vars(module)) for module in (*model, lossfunc)] == before
+
+
+def test_losses_that_threads_share_tell_their_calls_apart(monkeypatch: Any) -> None:
+    """Another thread calls the loss before a product has found its own call."""
+    model, lossfunc, (X, y) = mlp(), extend(nn.CrossEntropyLoss()), batch()
+    operator = GGN(model, lossfunc, [(X, y)])
+    expected, found = operator.to_dense(), curvature.live_calls
+
+    def later(module: nn.Module) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            keeps.append(pool.submit(lossfunc, 9 * torch.randn(N, 2, requires_grad=True), y))
+            keeps[-1].result()
+        return found(module)
+
+    keeps: list[Any] = []
+    monkeypatch.setattr(curvature, "live_calls", later)
+    assert_close(operator.to_dense(), expected)

@@ -33,7 +33,7 @@ from backpack.extensions.secondorder.hbp import (
     LossHessianStrategy,
     strategies,
 )
-from backpack.linalg.extended import UseConverter, extended
+from backpack.linalg.extended import ALONE, UseConverter, left_extended
 from backpack.linalg.objective import (
     Objective,
     check_read_again,
@@ -449,8 +449,8 @@ def _own_totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any]
     totals: list[Any] = []
     weights = 0.0
     with (
-        extended(objective.model, objective.use_converter or "record") as model,
-        extended(objective.loss_function, False) as loss_of,
+        left_extended(objective.model, objective.use_converter or "record") as model,
+        left_extended(objective.loss_function, False) as loss_of,
     ):
         for X, targets in objective:
             weight, values = _of_batch(objective, ext, model, loss_of, X, targets)
@@ -476,7 +476,7 @@ def _of_batch(
     targets: Sequence[Any],
 ) -> tuple[float, list[Any]]:
     """Return the weight of a batch, and what an extension computes of its loss times that."""
-    with torch.inference_mode(False), torch.enable_grad(), backpack(ext, gradients=False):
+    with ALONE, torch.inference_mode(False), torch.enable_grad(), backpack(ext, gradients=False):
         output = output_drawing_nothing("The curvature", model, X, objective.loss_function)
         if not any(len(x) for x in tensors_of(output) if x.dim()):
             return 0.0, []

@@ -21,6 +21,7 @@ from backpack.core.record.alive import live_calls
 from backpack.core.record.conversions import weight_of_norm
 from backpack.core.record.data_notes import assigned
 from backpack.core.record.generators import OwnGenerators
+from backpack.core.record.origins import origin
 from backpack.core.record.visits import Visit
 from backpack.distributed.agreement import digest
 from backpack.distributed.data_group import ProcessGroupChoice
@@ -245,7 +246,8 @@ def loss_and_hessian(
         raise ValueError("The GGN reads what the loss stores: use it outside of disable().")
     with extended(loss_function, False):
         loss = loss_function(prediction, *targets)
-    calls = live_calls(loss_function)
+    own = origin(loss)  # other threads may use the loss, too
+    calls = [call for call in live_calls(loss_function) if own in call.origins_out]
     rule = calls[-1].derivatives if calls else None
     if not isinstance(rule, BaseLossDerivatives):
         raise ValueError(

@@ -30,26 +30,42 @@ HOOKS = (
 OTHERS = ("_call_impl", "__prepare_scriptable__")
 
 
-# One thread at a time extends a model or a loss for a moment: others might share them.
+# One thread at a time computes with a model or a loss that was extended for a moment.
 ALONE = RLock()
+# Those that are extended now: by how many, and what they were before.
+_uses: dict[Module, list[Any]] = {}
 
 
 @contextmanager
 def extended(module: Module, use_converter: UseConverter = "record") -> Iterator[Module]:
+    """Extend a model or a loss as :func:`left_extended`, and let other threads wait."""
+    with ALONE, left_extended(module, use_converter) as ready:
+        yield ready
+
+
+@contextmanager
+def left_extended(module: Module, use_converter: UseConverter = "record") -> Iterator[Module]:
     """Yield what :func:`backpack.extend` makes of a model or a loss, and undo that in the end.
 
     A model that was extended with a converter stays as it is, and one that has a rule itself needs
-    none.
+    none. Other threads may extend it meanwhile: the last of all undoes it.
     """
+    children = list(module.modules())
     with ALONE:
-        before = [(child, *_state(child)) for child in module.modules()]
-        known = isinstance(module, ConvertedModule) or is_recorded(module)
-        how: Any = not known and derivatives_of(module) is None and use_converter
-        try:
-            yield extend(module, use_converter=how)
-        finally:
-            for child, attributes, hooks in before:
-                _restore(child, attributes, hooks)
+        for child in children:
+            _uses.setdefault(child, [0, *_state(child)])[0] += 1
+    try:
+        with ALONE:
+            known = isinstance(module, ConvertedModule) or is_recorded(module)
+            how: Any = not known and derivatives_of(module) is None and use_converter
+            ready = extend(module, use_converter=how)
+        yield ready
+    finally:
+        with ALONE:
+            for child in children:
+                _uses[child][0] -= 1
+                if not _uses[child][0]:
+                    _restore(child, *_uses.pop(child)[1:])
 
 
 def built(

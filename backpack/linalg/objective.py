@@ -30,7 +30,7 @@ from backpack.core.record.layout import Place
 from backpack.distributed.data_group import DataGroup, telling
 from backpack.distributed.shards import is_sharded
 from backpack.hessianfree.graph import nodes_above
-from backpack.linalg.extended import extended
+from backpack.linalg.extended import ALONE, extended
 from backpack.utils.batches import map_tensors, tensors_of
 from backpack.utils.progress import with_bar
 
@@ -222,7 +222,7 @@ class Objective:
             places = places_of(output)
             if not places:
                 recorded = extended(self.model, self.use_converter or "record")
-                with quietly(), recorded as model, torch.enable_grad(), backpack():
+                with ALONE, quietly(), recorded as model, torch.enable_grad(), backpack():
                     places = places_of(call("An operator over a data set", model, X))
             self._place = next(iter(places), Place())
         return self._place or Place()
