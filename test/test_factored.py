@@ -20,6 +20,7 @@ from backpack import backpack, extend
 from backpack.core.derivatives import BaseDerivatives, BatchAxis, LinearDerivatives
 from backpack.core.engine import factored, sources
 from backpack.core.engine.factored import FactoredGrad
+from backpack.core.engine.sources import Pair, Pairs
 from backpack.core.record.context import Context
 from backpack.core.record.registry import REGISTRY
 from backpack.extensions import BatchGrad, BatchL2Grad
@@ -368,6 +369,35 @@ def test_norms_of_uses_that_nearly_cancel(eps: float) -> None:
             loss.backward()
         norms.append(model.layer.weight.batch_l2.double())  # type: ignore[union-attr]
     assert_close(norms[1], norms[0], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("distance", [1e-1, 1e-3])
+def test_inner_products_of_positions_that_nearly_cancel(
+    distance: float, dtype: torch.dtype
+) -> None:
+    """They are as precise as those of the gradients themselves."""
+    torch.manual_seed(1)
+    s, x = torch.randn(6, 32, dtype=dtype), torch.randn(6, 64, dtype=dtype)
+    s, x = (
+        torch.stack([s, -s], 1),
+        torch.stack([x, x + (distance * torch.randn(6, 64)).to(dtype)], 1),
+    )
+    rule = Pairs([Pair(s, x)], sources._whole, ("a kind",))
+    g = FactoredGrad([rule], [6, 32, 64], dtype)
+    exact = torch.einsum("nto,nti->noi", s.double(), x.double()).flatten(1)
+    norms = exact.norm(dim=1)
+    order = [1, 2, 3, 4, 5, 0]
+    dense, scale = g.dense().flatten(1), norms.unsqueeze(1) * norms
+
+    def error(products: Tensor) -> Tensor:
+        return ((products.double() - exact @ exact.T) / scale).abs().max()
+
+    of_dense = error(dense @ dense.T) + torch.finfo(dtype).eps
+    assert error(g.gram()) <= 2 * of_dense
+    assert error(g.gram(g[[0, 1, 2, 3, 4, 5]])) <= 2 * of_dense
+    dots = ((exact * exact[order]).sum(1), norms * norms[order])
+    assert ((g.dot(g[order]).double() - dots[0]) / dots[1]).abs().max() <= 2 * of_dense
 
 
 def test_saved_gradients_are_read() -> None:

@@ -182,11 +182,9 @@ def square_norm(s: Tensor, x: Tensor, shared: dict[str, Any] | None = None) -> T
     of_s, of_x = known["products of positions"], torch.bmm(x, x.mT)
     norms = (of_s * of_x).sum((1, 2))
     sizes = (of_s.diagonal(0, 1, 2) * of_x.diagonal(0, 1, 2)).sum(1)  # sum_t |s_t|² |x_t|²
-    eps = torch.finfo(norms.dtype).eps
-    lost = norms < max(CANCELLED, 64 * eps) * sizes
-    if eps < PRECISE_EPS or not has_values(norms) or is_fake(norms) or not lost.any():
+    rows = lost_rows(norms, sizes, norms.dtype)
+    if not len(rows):
         return norms if torch.is_grad_enabled() else norms.clamp_(min=0)
-    rows = lost.nonzero()[:, 0]  # what is left of their terms are rounding errors
     s, x = s[:, rows], x[rows]
 
     def product(samples: slice) -> reductions.Multiply:
@@ -197,6 +195,17 @@ def square_norm(s: Tensor, x: Tensor, shared: dict[str, Any] | None = None) -> T
     entries = len(s) * s.shape[-1] * x.shape[-1]
     exact = reductions.in_slices(product, shape, entries, s, {"square_norm"}, None)
     return norms.index_copy(0, rows, exact["square_norm"])
+
+
+def lost_rows(norms: Tensor, sizes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of samples whose squared norm ``[N]`` is far less than those of its terms.
+
+    What is left of these, if computed in a precision, are rounding errors.
+    """
+    eps = torch.finfo(dtype).eps
+    if eps < PRECISE_EPS or not has_values(norms) or is_fake(norms):
+        return torch.empty(0, dtype=torch.long)
+    return (norms < max(CANCELLED, 64 * eps) * sizes).nonzero()[:, 0]
 
 
 def square_in_bases(

@@ -273,7 +273,8 @@ class FactoredGrad:
             other = FactoredGrad.of(other)
         self._check_both(other, self.shape)
         pairs = self._as_pairs(other)
-        if pairs is not None and pairs[0].matches(pairs[1], len(self)):
+        is_cheaper = pairs and pairs[0].matches(pairs[1], len(self))
+        if pairs and is_cheaper and not (self._cancels() and other._cancels()):
             return pairs[0].dot(pairs[1]).to(self.dtype)
         size = self._block_size
         products = []
@@ -293,7 +294,8 @@ class FactoredGrad:
         other = self if other is None else other
         self._check_both(other, [len(other), *self.shape[1:]])
         pairs = self._as_pairs(other)
-        if pairs is not None and pairs[0].gram_is_cheaper(pairs[1], len(self), len(other)):
+        is_cheaper = pairs and pairs[0].gram_is_cheaper(pairs[1], len(self), len(other))
+        if pairs and is_cheaper and not (self._cancels() and other._cancels()):
             return pairs[0].gram(pairs[1]).to(self.dtype)
         rows = []
         for span, block in self._blocks(self._large_block_size):
@@ -380,3 +382,11 @@ class FactoredGrad:
         if isinstance(one, Pairs) and isinstance(two, Pairs) and one.kind == two.kind:
             return one, two
         return None
+
+    def _cancels(self) -> bool:
+        """Whether positions nearly cancel: if in both, inner products of pairs lose their digits.
+
+        If in one, they are as precise as the gradients themselves.
+        """
+        (pairs,) = self._sources
+        return isinstance(pairs, Pairs) and pairs.cancel(self.square_norms())

@@ -156,6 +156,13 @@ class Pair:
         each = [affine.reduced(v.unsqueeze(0), x, {"square_norm"}, None) for v in s]
         return cat([of_column["square_norm"] for of_column in each])
 
+    def square_sizes(self) -> Tensor:
+        """Return ``sum_t |s_t|² |x_t|²``, ``[N]``: the squared norms, if nothing cancels."""
+        sizes = at_least_single(self.by_column).square().sum(-1)
+        if self.x is None:
+            return sizes.flatten()
+        return (sizes * at_least_single(self.x).square().sum(-1)).sum(-1).flatten()
+
     def gram(self, other: Pair) -> Tensor:
         """Return ``sum_tu (s_nt·s_mu) (x_nt·x_mu)``, ``[N, M]``."""
         if self.x is None or other.x is None:
@@ -239,6 +246,13 @@ class Pairs:
     def square_norms(self) -> Tensor:
         """Return ``[N]``."""
         return reduce(torch.add, [part.square_norms() for part in self.parts])
+
+    def cancel(self, norms: Tensor) -> bool:
+        """Whether positions of a gradient nearly cancel, whose squared norms are ``[N]``."""
+        if all(part.positions == 1 for part in self.parts):
+            return False
+        sizes = reduce(torch.add, [part.square_sizes() for part in self.parts])
+        return len(affine.lost_rows(norms, sizes, self.parts[0].s.dtype)) > 0
 
     def gram_is_cheaper(self, other: Pairs, num_n: int, num_m: int) -> bool:
         """Whether inner products of pairs take fewer multiplications than those of gradients.
