@@ -7,6 +7,7 @@ import pickle
 import random
 import warnings
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -1359,3 +1360,47 @@ def test_losses_that_threads_share_tell_their_calls_apart(monkeypatch: Any) -> N
     keeps: list[Any] = []
     monkeypatch.setattr(curvature, "live_calls", later)
     assert_close(operator.to_dense(), expected)
+
+
+class OfItself(nn.Module):
+    """Holds itself, has no rule, and lets other threads run while it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.compute = 1.0, self.sine
+
+    def sine(self, x: Tensor) -> Tensor:
+        scale = self.scale
+        time.sleep(1e-3)
+        return scale * torch.sin(x * self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(x)
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize("scales", [(1.0, 2.0), (1.0, 1.0)])
+def test_threads_that_evaluate_a_module_that_holds_itself(scales: tuple[float, ...]) -> None:
+    shared, (X, y) = OfItself(), batch()
+    models = [extend(nn.Sequential(nn.Linear(3, 4), shared, nn.Linear(4, 2))) for _ in range(2)]
+    own = copy.deepcopy(models)
+    losses = []
+    for each in (models, own):
+        for scale, model in zip(scales, each, strict=True):
+            model[1].scale = scale
+            losses.append(extend(nn.CrossEntropyLoss())(model(X), y))
+    shared.scale = 7.0
+
+    def backward(loss: Tensor) -> None:
+        with backpack(extensions.DiagGGNExact()):
+            loss.backward()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(backward, losses[:2]))
+    list(map(backward, losses[2:]))
+    for model, other in zip(models, own, strict=True):
+        assert_close(diagonals(model), diagonals(other))
+
+
+def diagonals(model: nn.Module) -> list[Any]:
+    return [p.diag_ggn_exact for p in model.parameters()]  # type: ignore[attr-defined]

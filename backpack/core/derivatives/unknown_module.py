@@ -23,7 +23,7 @@ from backpack.core.record.context import Context, context_of
 from backpack.core.record.generators import evaluated_alike, evaluated_apart
 from backpack.core.record.kept_attributes import attributes_kept
 from backpack.core.record.layout import Layout, unbatched
-from backpack.core.record.module_state import describe
+from backpack.core.record.module_state import describe, turn
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import register_fallback
 from backpack.core.record.visits import Visit
@@ -49,7 +49,7 @@ class UnknownModuleDerivatives(FunctionDerivatives):
 
         Derivatives may be a part of it: the forward pass was in gradient mode.
         """
-        with attributes_kept(c.module, c.saved), torch.enable_grad():
+        with turn(c.module), attributes_kept(c.module, c.saved), torch.enable_grad():
             return super().evaluate(c, params, *with_gradients(inputs, c.saved["needed"]))
 
     def layouts(self, call: Call) -> list[Layout | None]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, repeat
+from threading import RLock
 from types import (
     CellType,
     CodeType,
@@ -48,6 +49,8 @@ MAX_HELD = 10_000
 # Names of options of the classes of torch, whose instances have the same attributes. Those of a
 # module that stands for a function stay what they are.
 _OPTIONS: dict[type[Module], tuple[str, ...]] = {FunctionModule: ()}
+# Locks of modules that were evaluated.
+_turns: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()
 # Slots of classes: of which there are hundreds of attributes to look through.
 _SLOTS: WeakKeyDictionary[type[Module], list[MemberDescriptorType]] = WeakKeyDictionary()
 
@@ -221,19 +224,22 @@ class ModuleState:
 
         What it makes itself is where the program makes tensors.
         """
-        each = [(self.module, self.training)]
-        if self.modes:
-            each = list(zip(self.module.modules(), self.modes, strict=False))
-        entries = [(vars(m), "training", was) for m, was in each if m.training != was]
-        replaced = self.swap_tensors(self.module, precision)
-        entries += [(own, name, copy_of_list(x)) for own, name, x in self.attributes]
-        replaced += [(own, name, own.get(name, NOTHING)) for own, name, _ in entries]
-        put(entries)
-        try:
-            with device_of_program():
-                yield
-        finally:
-            put(replaced)
+        with turn(self.module):
+            if self.has_other_options and not self.attributes:  # another thread has just had them
+                self.module = self.with_options()
+            each = [(self.module, self.training)]
+            if self.modes:
+                each = list(zip(self.module.modules(), self.modes, strict=False))
+            entries = [(vars(m), "training", was) for m, was in each if m.training != was]
+            replaced = self.swap_tensors(self.module, precision)
+            entries += [(own, name, copy_of_list(x)) for own, name, x in self.attributes]
+            replaced += [(own, name, own.get(name, NOTHING)) for own, name, _ in entries]
+            put(entries)
+            try:
+                with device_of_program():
+                    yield
+            finally:
+                put(replaced)
 
     def swap_tensors(
         self, module: Module, precision: torch.dtype | None = None, for_users: bool = False
@@ -294,6 +300,11 @@ class ModuleState:
             f"{describe(self.module)} has changed since the forward pass: {what}. Change modules "
             "after the backward pass and its extension hooks."
         )
+
+
+def turn(module: Module) -> Any:
+    """Return a lock: threads take turns in evaluating a module, which changes it for a moment."""
+    return _turns.setdefault(module, RLock())
 
 
 def _names_of_options(module: Module) -> tuple[str, ...]:
