@@ -1404,3 +1404,75 @@ def test_threads_that_evaluate_a_module_that_holds_itself(scales: tuple[float, .
 
 def diagonals(model: nn.Module) -> list[Any]:
     return [p.diag_ggn_exact for p in model.parameters()]  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------ private training
+
+
+class Scaled(nn.Module):
+    """Multiplies features by what ``scale`` makes of them, and keeps what it returns."""
+
+    def __init__(self, scale: Callable[[Tensor, Any], Any]) -> None:
+        super().__init__()
+        self.layer, self.last, self.scale, self.memory = (
+            nn.Linear(3, 4),
+            nn.Linear(4, 2),
+            scale,
+            None,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        factor, self.memory = self.scale(h, self.memory)
+        return self.last(torch.tanh(h) * factor)
+
+
+def private_steps(model: nn.Module, dtype: torch.dtype, autocast: bool = False) -> None:
+    model, lossfunc = extend(model), extend(nn.CrossEntropyLoss())
+    optimiser = private(model.parameters())
+    for _ in range(2):
+        X, y = batch()
+        with (
+            backpack(*optimiser.extensions),
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        ):
+            lossfunc(model(X.to(dtype)), y).backward()
+        optimiser.step()
+
+
+OF_BATCHES: dict[str, Callable[[Tensor, Any], Any]] = {
+    "text": lambda h, _: (float(f"{h.std():.4f}"), None),
+    "repr": lambda h, _: (len(repr(h.detach() > 0).replace("False", "")) / 99, None),
+    "number": lambda h, _: (h.std().item(), None),
+    "array": lambda h, _: (float(h.detach().float().numpy().std()), None),
+    "random": lambda h, _: (F.dropout(h).std().item(), None),
+    "little": lambda h, _: (1 + 0.03 * h.detach().std(), None),
+    "storage": lambda h, _: (h.untyped_storage()[3] / 99, None),
+    "dlpack": lambda h, _: (float(np.from_dlpack(h.detach().float()).std()), None),
+    "kept": lambda h, memory: (1 if memory is None else memory, h.detach().std()),
+    "kept text": lambda h, memory: (1 if memory is None else float(memory), f"{h.std():.4f}"),
+    "kept in a list": lambda h, memory: (
+        1 if memory is None else torch.stack(memory).mean(),
+        [*(memory or ()), h.detach().std()],
+    ),
+}
+PRECISIONS = {
+    "float32": (torch.float32, torch.float32, False),
+    "bfloat16": (torch.bfloat16, torch.bfloat16, False),
+    "autocast": (torch.float32, torch.float32, True),
+    "autocast, data in bfloat16": (torch.float32, torch.bfloat16, True),
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("way", OF_BATCHES)
+def test_ways_in_which_a_batch_decides(way: str, precision: str) -> None:
+    dtype, of_data, autocast = PRECISIONS[precision]
+    with pytest.raises(ValueError, match="may depend on other samples"):
+        private_steps(Scaled(OF_BATCHES[way]).to(dtype), of_data, autocast)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_precisions_in_private_training(precision: str) -> None:
+    dtype, of_data, autocast = PRECISIONS[precision]
+    private_steps(Scaled(lambda h, _: (h.sigmoid(), None)).to(dtype), of_data, autocast)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from backpack.core.record.origins import WRAPPERS, BackpackOutput, is_foreign_fu
 from backpack.core.values import at_least_single
 from backpack.utils.warning import warn
 
-NUMBERS = (bool, int, float, complex)
+NUMBERS = (bool, int, float, complex, str)
 
 # Along which axis of so many entries data has samples, and whether integers do. The next one counts
 # where data has several such axes, or none in front, or functions cannot run for the choice before.
@@ -57,19 +58,20 @@ class _UnseenError(Exception):
     """A function was not seen that has computed something."""
 
 
-# Methods that name a precision, and what they are where autocast is off.
+# Methods that name a precision, and what they are here: rounding must not hide what is small.
 WIDE: dict[Any, Any] = {Tensor.half: Tensor.float, Tensor.bfloat16: Tensor.float}
+# Methods that give away the memory of a tensor, of which nobody sees who reads it.
+OF_MEMORY: Any = (Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage, Tensor.__dlpack__)
 
 
 class Seen(NamedTuple):
-    """A function that has run, and whether gradients and autocast were enabled."""
+    """A function that has run, and whether gradients were enabled."""
 
     function: Callable[..., Any]
     args: Any
     kwargs: Any
     result: Any
     has_gradients: bool
-    is_autocast: bool
 
 
 class Program:
@@ -83,7 +85,13 @@ class Program:
         self.passes = 1
         # of the latest pass with more than two samples that nothing was found in
         self.cleared: list[tuple[str, list[torch.Size]]] = []
+        # what the latest pass that was looked at has computed of samples: others may not read it
+        self.earlier: dict[int, ref[Tensor]] = {}
         self.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out references to tensors of a pass, which a copy does not have."""
+        return {**vars(self), "earlier": {}}
 
     def clear(self) -> None:
         """Forget what has run."""
@@ -102,15 +110,15 @@ class Program:
         """
         caller = sys._getframe(2)
         if self._is_due and caller.f_code is BackpackOutput.forward.__code__:
-            self.seen.append(Seen(Tensor.view_as, (args[0], args[0]), {}, result, True, False))
+            self.seen.append(Seen(Tensor.view_as, (args[0], args[0]), {}, result, True))
         if not self._is_due or _is_of_library(caller):
             return result
-        modes = torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()
+        has_gradients = torch.is_grad_enabled()
         if function is not Tensor.__iter__:
-            self.seen.append(Seen(function, args, kwargs, result, *modes))
+            self.seen.append(Seen(function, args, kwargs, result, has_gradients))
             return result
         parts = args[0].unbind(0)
-        self.seen.append(Seen(Tensor.unbind, (*args, 0), {}, parts, *modes))
+        self.seen.append(Seen(Tensor.unbind, (*args, 0), {}, parts, has_gradients))
         return iter(parts)
 
     def dependence(self, params: Sequence[Parameter], norms: Sequence[Tensor]) -> str | None:
@@ -154,7 +162,9 @@ class Program:
         with torch._C.DisableTorchFunction():
             shapes = [(repr(one.function), [x.shape for x in _tensors(one)]) for one in seen]
         constants = self._constants(seen, shapes) if samples == 2 else set()
-        why = _dependence(seen, roots, params, finite, constants)
+        why, depends = _dependence(seen, roots, params, finite, constants, self.earlier)
+        results = [x for one in seen for x in _results(one)]
+        self.earlier = {id(x): ref(x) for x in results if id(x) in depends}
         if why is None and samples > 2:
             self.cleared = shapes
         return why
@@ -184,24 +194,26 @@ def _dependence(
     params: Sequence[Parameter],
     finite: Tensor,
     constants: set[int] | None,
-) -> str | None:
-    """Say what depends on other samples in functions; see ``Program.dependence``."""
+    earlier: dict[int, ref[Tensor]],
+) -> tuple[str | None, set[int]]:
+    """Say what depends on other samples in functions, and list the results that depend on any."""
     why, is_known = None, False
+    depends: set[int] = set()
     with torch._C.DisableTorchFunction(), disable(), alone():
         for place, takes_integers in CHOICES:
-            batch = _Batch(seen, roots, params, finite, (place, takes_integers), constants)
+            batch = _Batch(seen, roots, params, finite, (place, takes_integers), constants, earlier)
             try:
-                why = batch.dependence()
+                why, depends = batch.dependence(), batch.depends
                 if why is None or place or not batch.is_ambiguous:
-                    return why
+                    break
                 is_known = True
             except _UnseenError:
-                return OUTSIDE
+                return OUTSIDE, depends
             except Exception as error:
                 if is_known:
-                    return why
+                    break
                 why = f"functions that cannot run again for other samples ({error})"
-    return why
+    return why, depends
 
 
 class _Batch:
@@ -215,17 +227,18 @@ class _Batch:
         finite: Tensor,
         choice: tuple[int, bool],
         constants: set[int] | None,
+        earlier: dict[int, ref[Tensor]],
     ):
+        self.earlier = earlier
         self.seen, self.roots, self.params = seen, roots, params
         self.samples, self.choice, self.is_ambiguous = len(finite), choice, False
-        self.is_finite = bool(finite.all())
         # a sample that is not finite is replaced by the first that is
         numbers = torch.arange(len(finite))
         self.numbers = numbers.where(finite, numbers[finite][0])
         self.constants, self.is_doubtful = constants or set(), constants is None
         self.why: str | None = None
         self.before: tuple[list[Any], dict[tuple[str, int], Tensor]] | None = None
-        results = [x for one in seen for x in tree_leaves(one.result) if isinstance(x, Tensor)]
+        results = [x for one in seen for x in _results(one)]
         self.made: dict[Any, Tensor] = {(x.grad_fn, x.output_nr): x for x in results}
 
     def dependence(self) -> str | None:
@@ -256,7 +269,7 @@ class _Batch:
         for module in CTX.extended():
             for x in chain(module._parameters.values(), module._buffers.values()):
                 if x is not None:
-                    self.values[id(x)] = x.detach().clone()
+                    self.values[id(x)] = _copy(x)
         for p in self.params:
             self.values[id(p)] = self._leaf(p)
         with OwnGenerators():
@@ -270,8 +283,8 @@ class _Batch:
                 if x is not None and id(x) in self.values:
                     self.state[f"{name} of {describe(module)}", id(x)] = self.values[id(x)]
         taken, state = self.before = self.before or (numbers, self.state)
-        for (name, value, again), (_, _, new) in zip(taken, numbers, strict=True):
-            if again != new and (value == again or not self.is_finite):
+        for (name, known), (_, new) in zip(taken, numbers, strict=True):
+            if known != new:
                 self.why = f"numbers taken before the loss was computed ({name})"
         for key, kept in state.items():
             if not _are_same(kept, self.state.get(key, kept)):  # others may be gone by now
@@ -279,7 +292,7 @@ class _Batch:
         return list(found)
 
     def _run(self, seen: Seen, numbers: list[Any]) -> None:
-        function, args, kwargs, result, has_gradients, is_autocast = seen
+        function, args, kwargs, result, has_gradients = seen
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         results = tree_leaves(result)
         if not tensors:
@@ -288,7 +301,7 @@ class _Batch:
             for x in (x for x in results if isinstance(x, Tensor)):
                 is_data = x.is_floating_point() or listed  # else such as the numbers of rows
                 if not (is_data and self._has_samples(x)):
-                    self.values[id(x)] = x.detach().clone()
+                    self.values[id(x)] = _copy(x)
             return
         new = [x for x in tensors if id(x) not in self.values and not self._is_passed_on(x)]
         if any(map(_is_unseen, new)):
@@ -296,32 +309,37 @@ class _Batch:
         if len(new) == len(tensors) and self._is_choice_of_rows(seen):
             return  # what was chosen is data of the samples, whatever the sizes of the others
         unknown = [x for x in new if not self._has_samples(x)]
+        for x in unknown:
+            if id(x) in self.earlier and self.earlier[id(x)]() is x:
+                self.why = f"a tensor of shape {[*x.shape]} that an earlier batch has computed"
         depends = any(id(x) in self.depends for x in tensors)
         if unknown and not depends and not any(x.requires_grad for x in tensors):
             return  # data from which those of the samples may be taken
         for x in unknown:
             self.values[id(x)] = self._leaf(x)
             self.state[f"a tensor of shape {[*x.shape]}", id(x)] = self.values[id(x)]
+        if depends and function in OF_MEMORY:
+            self.why = f"memory that may be read ({function.__name__})"
         given, options = tree_map(self._value, (args, kwargs))
-        if is_autocast:  # which is off now: what it rounds would differ too much
-            function = WIDE.get(function, function)
-            given, options = tree_map(_in_single, (given, options))
         with torch.set_grad_enabled(has_gradients):
-            again = function(*given, **options)
+            again = WIDE.get(function, function)(*given, **options)
         for x, y in zip(results, tree_leaves(again), strict=True):
             if isinstance(x, Tensor) and isinstance(y, Tensor):  # not so for p.grad
                 if not is_foreign_function(x.grad_fn):  # a Function has run what was inside of it
                     self.values[id(x)] = y
-            elif depends and isinstance(x, NUMBERS):
-                numbers.append((function.__name__, x, y))
-            elif depends and type(x).__module__ == "numpy":
-                numbers.append((function.__name__, x.tolist(), y.tolist()))
+            elif depends and type(y).__module__ == "numpy":
+                numbers.append((function.__name__, repr(y.tolist())))
+            elif depends and isinstance(y, NUMBERS) and function is not Tensor.data_ptr:
+                numbers.append((function.__name__, repr(y)))  # NaN is the same as NaN
         if depends:
             changed = [x for x in results if isinstance(x, Tensor)] or tensors[:1]
             self.depends.update(map(id, changed))
 
     def _value(self, x: Any) -> Any:
-        return self.values[id(x)] if isinstance(x, Tensor) else x
+        if isinstance(x, Tensor):
+            return self.values[id(x)]
+        is_low = isinstance(x, torch.dtype) and x in (torch.float16, torch.bfloat16)
+        return torch.float32 if is_low else x
 
     def _is_choice_of_rows(self, seen: Seen) -> bool:
         """Whether so many rows as there are samples are taken from others, which have other axes.
@@ -353,7 +371,7 @@ class _Batch:
 
     def _leaf(self, x: Tensor) -> Tensor:
         """Copy a tensor that nothing here has computed; its gradient is one of those compared."""
-        leaf = x.detach().clone()
+        leaf = _copy(x)
         if x.requires_grad:
             self.leaves.append(leaf.requires_grad_())
         return leaf
@@ -383,10 +401,9 @@ class _Batch:
         return True
 
 
-def _in_single(x: Any) -> Any:
-    """Return the name of a precision that autocast computes in as that of the parameters."""
-    is_low = isinstance(x, torch.dtype) and x in (torch.float16, torch.bfloat16)
-    return torch.float32 if is_low else x
+def _copy(x: Tensor) -> Tensor:
+    """Copy a tensor, in at least single precision."""
+    return (at_least_single(x.detach()) if x.is_floating_point() else x.detach()).clone()
 
 
 def _splits(samples: int) -> list[tuple[Tensor, Tensor]]:
@@ -409,6 +426,10 @@ def _splits(samples: int) -> list[tuple[Tensor, Tensor]]:
 def _are_same(x: Tensor, y: Tensor) -> bool:
     """Whether all entries are the same, of which some may be NaN."""
     return x.shape == y.shape and bool(((x == y) | (x.isnan() & y.isnan())).all())
+
+
+def _results(seen: Seen) -> list[Tensor]:
+    return [x for x in tree_leaves(seen.result) if isinstance(x, Tensor)]
 
 
 def _tensors(seen: Seen) -> list[Tensor]:
