@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.testing import assert_close
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from backpack import assign_samples, backpack, extend, extensions
 from backpack.core.derivatives import check_rule
@@ -1476,3 +1476,19 @@ def test_ways_in_which_a_batch_decides(way: str, precision: str) -> None:
 def test_precisions_in_private_training(precision: str) -> None:
     dtype, of_data, autocast = PRECISIONS[precision]
     private_steps(Scaled(lambda h, _: (h.sigmoid(), None)).to(dtype), of_data, autocast)
+
+
+def test_a_loader_whose_samples_have_as_many_entries_as_there_are_samples() -> None:
+    """Their entries are taken for samples: the error says where it has to run."""
+    model, lossfunc = extend(nn.Linear(N, 2)), extend(nn.CrossEntropyLoss())
+    data = TensorDataset(torch.randn(3 * N, N), torch.randint(2, (3 * N,)))
+    optimiser, loader = private(model.parameters()), DataLoader(data, N)
+    with backpack(*optimiser.extensions):
+        X, y = next(iter(loader))
+        lossfunc(model(X), y).backward()
+    with pytest.raises(ValueError, match="a loader whose samples have as many entries"):
+        optimiser.step()
+    for X, y in loader:
+        with backpack(*optimiser.extensions):
+            lossfunc(model(X), y).backward()
+        optimiser.step()

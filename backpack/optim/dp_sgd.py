@@ -448,7 +448,8 @@ class DPOptimizer(ExtensionOptimizer):
                 f"because of {why}: the steps would not be private. Each term of the loss, and "
                 "each row in the model, has to depend on one sample, also where no gradient passes "
                 "(thresholds and counts of the batch, what was detached, item()). A constant with "
-                "as many rows as there are samples belongs into a buffer of the model."
+                "as many rows as there are samples belongs into a buffer of the model; a loader "
+                "whose samples have as many entries as there are samples, outside of the context."
             )
 
     def _refuse_mixed(self, p: Tensor, clipped: Tensor) -> None:
