@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-import warnings
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -1285,6 +1285,8 @@ def test_hooks_of_compiled_modules_without_a_rule_are_called_once() -> None:
         extend(nn.MSELoss())(model(X), X).backward()
     assert_close(model.weight.grad_batch.sum(0), model.weight.grad)
     assert len(calls) == 1
+
+
 # ------------------------------------------------------------------ loops and threads
 
 
@@ -1409,7 +1411,7 @@ def diagonals(model: nn.Module) -> list[Any]:
 # ------------------------------------------------------------------ private training
 
 
-class Scaled(nn.Module):
+class ScaledByBatch(nn.Module):
     """Multiplies features by what ``scale`` makes of them, and keeps what it returns."""
 
     def __init__(self, scale: Callable[[Tensor, Any], Any]) -> None:
@@ -1469,13 +1471,13 @@ PRECISIONS = {
 def test_ways_in_which_a_batch_decides(way: str, precision: str) -> None:
     dtype, of_data, autocast = PRECISIONS[precision]
     with pytest.raises(ValueError, match="may depend on other samples"):
-        private_steps(Scaled(OF_BATCHES[way]).to(dtype), of_data, autocast)
+        private_steps(ScaledByBatch(OF_BATCHES[way]).to(dtype), of_data, autocast)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_precisions_in_private_training(precision: str) -> None:
     dtype, of_data, autocast = PRECISIONS[precision]
-    private_steps(Scaled(lambda h, _: (h.sigmoid(), None)).to(dtype), of_data, autocast)
+    private_steps(ScaledByBatch(lambda h, _: (h.sigmoid(), None)).to(dtype), of_data, autocast)
 
 
 def test_a_loader_whose_samples_have_as_many_entries_as_there_are_samples() -> None:
