@@ -36,7 +36,7 @@ from benchmark.worker import Memory
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PROBLEMS = ("logreg", "mlp", "sigmoid-cnn", "3c3d", "lstm", "transformer", *SHORT, *LAYERS)
-QUANTITY_NAMES = (*FIRST, "DiagGGNMC", "KFAC", *EXACT, *HESSIAN)
+QUANTITY_NAMES = (*FIRST, "DiagGGNMC", "KFAC", *EXACT, *HESSIAN, "GGNMP")
 # What a path has to earn somewhere.
 WORTHWHILE = 1.05
 # What takes over the work of a path in a loop of steps, and is switched off to see what it earns.

@@ -100,6 +100,14 @@ def small_cnn(activation: type[nn.Module], classes: int) -> nn.Module:
     return nn.Sequential(*layers, activation(), nn.Flatten(), nn.Linear(144, classes))
 
 
+def narrowing_cnn(classes: int) -> nn.Module:
+    """Convolutions to 2×2 positions, and a dense layer."""
+    layers: list[nn.Module] = []
+    for channels, out in pairwise((3, 32, 64, 64)):
+        layers += [nn.Conv2d(channels, out, 3, stride=2, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, classes))
+
+
 def char_lstm(layers: Layers, vocabulary: int, hidden: int) -> nn.Module:
     return nn.Sequential(
         layers.LSTM(vocabulary, hidden, batch_first=True),
@@ -475,6 +483,14 @@ LAYERS = _named(
         16,
         positions=(12,),
         converter=True,
+    ),
+    Problem(
+        "many-classes",
+        "Three convolutions, 16×16, 200 classes, N=16",
+        lambda _: narrowing_cnn(200),
+        reals(16, 3, 16, 16),
+        200,
+        16,
     ),
     _mlp("bottleneck", "MLP 256-256-256-8-256-500, N=64", 256, 256, 256, 8, 256, 500, batch=64),
 )
