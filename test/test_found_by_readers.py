@@ -1494,3 +1494,71 @@ def test_a_loader_whose_samples_have_as_many_entries_as_there_are_samples() -> N
         with backpack(*optimiser.extensions):
             lossfunc(model(X), y).backward()
         optimiser.step()
+class Changing(nn.Linear):
+    """A layer without a rule that changes its parameters in each forward pass."""
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        super().__init__(N, N)
+        self.change, self.average = change, torch.ones(N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self)
+        return F.linear(x, self.weight, self.bias)
+
+
+def decay(layer: Any) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(0.9)
+
+
+def decay_data(layer: Any) -> None:
+    layer.weight.data.mul_(0.9)
+
+
+def constrain(layer: Any) -> None:
+    layer.weight.data = torch.renorm(layer.weight.data, p=2, dim=0, maxnorm=0.5)
+
+
+def average(layer: Any) -> None:
+    layer.average.data.mul_(0.9)
+
+
+@pytest.mark.parametrize("change", [decay, decay_data, constrain, average])
+@pytest.mark.parametrize("samples", [N, N + 1])
+@pytest.mark.parametrize("is_open", [False, True], ids=["no context", "BatchGrad"])
+@pytest.mark.parametrize("converter", [False, "record"])
+@pytest.mark.filterwarnings("ignore:No rule", "ignore:BatchGrad")
+def test_layers_that_change_their_parameters_do_so_once(
+    change: Any, samples: int, is_open: bool, converter: Any
+) -> None:
+    plain = nn.Sequential(nn.Linear(3, N), Changing(change), nn.Tanh(), nn.Linear(N, 2))
+    X, y = torch.randn(samples, 3), torch.arange(samples) % 2
+    model = extend(copy.deepcopy(plain), use_converter=converter)
+    for _ in range(2):
+        F.cross_entropy(plain(X), y).backward()
+        with backpack(*[extensions.BatchGrad()] * is_open):
+            extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(own, other)
+        assert_close(own.grad, other.grad, **TOLERANCE)
+    assert torch.equal(model.get_submodule("1").average, plain[1].average)
+
+
+@pytest.mark.parametrize("samples", [N, N + 1])
+def test_quantities_of_layers_that_constrain_their_weights(samples: int) -> None:
+    """Once more changes nothing, but the memory: derivatives are those of the weights in use."""
+    model = extend(nn.Sequential(nn.Linear(3, N), Changing(constrain), nn.Linear(N, 2)))
+    X, y = torch.randn(samples, 3), torch.arange(samples) % 2
+    assert_quantities(model, X, y)
+
+
+def assert_quantities(model: nn.Module, X: Tensor, y: Tensor) -> None:
+    lossfunc = extend(nn.CrossEntropyLoss())
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        lossfunc(model(X), y).backward()
+    plain, params = copy.deepcopy(model), [*model.parameters()]
+    each, exact = (
+        f(plain, nn.CrossEntropyLoss(), X, y) for f in (oracle.batch_grad, oracle.ggn_diag)
+    )
+    assert_close([p.grad_batch for p in params], each, **TOLERANCE)
+    assert_close([p.diag_ggn_exact for p in params], exact, **TOLERANCE)

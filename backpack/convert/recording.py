@@ -41,12 +41,13 @@ from backpack.core.record.generators import (
     set_generators,
 )
 from backpack.core.record.kept_attributes import attributes_kept
+from backpack.core.record.kept_parameters import differing
 from backpack.core.record.layout import unbatched
 from backpack.core.record.module_state import works_in_place
 from backpack.core.record.origins import is_foreign_function, origin
 from backpack.core.record.registry import derivatives_of, is_leaf
 from backpack.core.record.tape import GRAD_FN, has_rules
-from backpack.core.record.weights import IS_SOMETHING, version_of
+from backpack.core.record.weights import IS_SOMETHING, TENSORS, version_of
 from backpack.hessianfree.graph import nodes_above
 
 # Modules of torch that consist of modules and functions.
@@ -314,9 +315,18 @@ def _opened(module: Module, args: Any, kwargs: Any, output: Any, run: Run) -> An
     own = copy(module)  # other threads may run the module
     with suppress(Exception), attributes_kept(own), _uncounted():  # some cannot run twice
         buffers = {name: buffer.clone() for name, buffer in own.named_buffers()}
-        again, are_others = run(lambda: functional_call(own, buffers, args, kwargs))
+        plain = [p for p in own.parameters() if type(p) in TENSORS and p.layout is torch.strided]
+        before = {p: (p.data, p.data.clone()) for p in plain}
+        try:
+            again, are_others = run(lambda: functional_call(own, buffers, args, kwargs))
+        finally:  # of changes of `data`, which no version tells
+            changed = differing({p: (p.data, entries) for p, (_, entries) in before.items()})
+            for p in changed:
+                data, entries = before[p]
+                p.data = data.copy_(entries)
         leaves, others = tree_leaves(output), tree_leaves(again)
-        if not are_others and len(leaves) == len(others) and all(map(_is_equal, leaves, others)):
+        is_same = not (are_others or changed) and len(leaves) == len(others)
+        if is_same and all(map(_is_equal, leaves, others)):
             vars(module)["_backpack_open"] = True
             return again
     return None

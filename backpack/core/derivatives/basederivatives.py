@@ -24,6 +24,7 @@ from backpack.core.derivatives.interface import own_attributes
 from backpack.core.derivatives.parameters import ParameterProducts
 from backpack.core.derivatives.vectors import listed
 from backpack.core.record.context import Context, context_of
+from backpack.core.record.kept_attributes import Copy, changed_copies, in_transform
 from backpack.core.record.module_state import describe
 from backpack.core.record.visits import Visit
 from backpack.core.rows import one_by_one
@@ -191,17 +192,20 @@ class BaseDerivatives(ParameterProducts):
         args, keywords = c.call.arguments(inputs)
         with c.call.as_it_was(c.call.precision):
             buffers = {name: buffer.clone() for name, buffer in c.module.named_buffers()}
-            # a module may change frozen parameters, such as averages: the first evaluation tells
-            named, changed = c.module.named_parameters(), c.saved.get("changed parameters")
-            frozen = {
-                name: p.detach().clone()
-                for name, p in named
-                if not p.requires_grad and (changed is None or name in changed)
+            # a module may change parameters, such as averages: the first evaluation tells
+            own = dict(c.module.named_parameters(remove_duplicate=False))
+            given, changed = {own.get(name) for name in params}, c.saved.get("changed parameters")
+            named = {name: p for name, p in c.module.named_parameters() if p not in given}
+            copies = {
+                name: Copy.make(p)
+                for name, p in {**named, **params}.items()
+                if changed is None or name in changed
             }
-            output = functional_call(c.module, {**buffers, **frozen, **params}, args, keywords)
-            if changed is None:
-                of_clones = {name for name, p in frozen.items() if p._version}
-                c.saved["changed parameters"] = of_clones
+            replaced = {name: copy.value for name, copy in copies.items()}
+            state = {**buffers, **params, **replaced}
+            output = functional_call(c.module, state, args, keywords)
+            if changed is None and not in_transform():
+                c.saved["changed parameters"] = changed_copies(copies)
             return output
 
     def evaluation(self, c: Context) -> Evaluation:

@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.record.generators import is_array, putting_back
+from backpack.core.record.kept_parameters import differing
 from backpack.core.record.module_state import PLAIN, added
+from backpack.core.record.weights import TENSORS, storage_of, version_of
 
+T = TypeVar("T")
 COLLECTIONS = (list, deque, dict, set, bytearray)
-# Tensors and arrays with their copies, by id; None if they are not copied.
-Copies = dict[int, tuple[Any, Any]]
+# Tells whether torch.func transforms what runs, such as torch.vmap.
+in_transform = torch._C._functorch.peek_interpreter_stack
+
+
+class Copy(NamedTuple):
+    """A tensor or an array, a copy of it, and where the entries of the copy are."""
+
+    of: Any
+    value: Any
+    storage: int
+
+    @classmethod
+    def make(cls, x: Any) -> Copy:
+        """Copy a tensor, with its place in the graph, or an array."""
+        value = x.clone() if isinstance(x, Tensor) else copy(x)
+        return cls(x, value, storage_of(value) if isinstance(x, Tensor) else 0)
+
+
+# Copies of tensors and arrays by id; None if they are not copied.
+Copies = dict[int, Copy]
 # What undoes changes of collections and generators, by their id.
 Undo = dict[int, Callable[[], object]]
 
@@ -29,9 +51,8 @@ def attributes_kept(module: Module, saved: dict[str, Any] | None = None) -> Iter
     Tensors and arrays are replaced by copies, which the graph of the evaluation may keep. What is
     ``saved`` for a call tells other evaluations of it whether any is changed in place.
     """
-    saved = {} if saved is None else saved
     states = [(m, vars(m), dict(vars(m))) for m in module.modules()]
-    copies: Copies | None = {} if saved.get("changes tensors", True) else None
+    copies: Copies | None = {} if saved is None or saved.get("changes tensors", True) else None
     undo: Undo = {}
     # past all hooks, those of all modules included, and past what was compiled with them
     vars(module).update(_call_impl=module.forward, _compiled_call_impl=None)
@@ -46,8 +67,8 @@ def attributes_kept(module: Module, saved: dict[str, Any] | None = None) -> Iter
                 del own[name]
         for put_back in undo.values():
             put_back()
-        if copies is not None:
-            saved.setdefault("changes tensors", any(map(_differ, copies.values())))
+        if saved is not None and "changes tensors" not in saved and not in_transform():
+            saved["changes tensors"] = bool(changed_copies(copies or {}))
 
 
 def _lent(value: Any, undo: Undo, copies: Copies | None) -> Any:
@@ -58,7 +79,9 @@ def _lent(value: Any, undo: Undo, copies: Copies | None) -> Any:
     if is_tensor or is_array(value):
         if copies is None:
             return value
-        return copies.setdefault(id(value), (value, value.clone() if is_tensor else copy(value)))[1]
+        if id(value) not in copies:
+            copies[id(value)] = Copy.make(value)
+        return copies[id(value)].value
     if isinstance(value, tuple):
         entries = [_lent(x, undo, copies) for x in value]
         is_same = all(one is other for one, other in zip(entries, value, strict=True))
@@ -81,8 +104,16 @@ def _refill(collection: Any, entries: Any) -> None:
     (collection.extend if is_sequence else collection.update)(entries)
 
 
-def _differ(copies: tuple[Any, Any]) -> bool:
-    was, now = copies
-    if isinstance(now, Tensor):
-        return now._version > 0
-    return was.shape != now.shape or was.tobytes() != now.tobytes()
+def changed_copies(copies: Mapping[T, Copy]) -> set[T]:
+    """Return which copies were changed, in their ``data`` as well, which torch does not count."""
+    found, compared = set(), {}
+    for key, (was, now, storage) in copies.items():
+        if is_array(now):
+            differs = was.shape != now.shape or was.tobytes() != now.tobytes()
+        else:
+            differs = version_of(now) > 0 or storage_of(now) != storage
+        if differs:
+            found.add(key)
+        elif type(now) in TENSORS and now.layout is torch.strided:
+            compared[key] = now, was
+    return found.union(differing(compared))

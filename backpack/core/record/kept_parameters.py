@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import nullcontext
 from functools import lru_cache
 from itertools import chain, compress
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from backpack.core.record.weights import (
     storage_of,
 )
 from backpack.core.values import at_least_single, has_values
+
+T = TypeVar("T")
 
 
 class KeptParameters:
@@ -74,7 +77,7 @@ class KeptParameters:
                 found[p] = was
             elif after is not None and before is not None:
                 compared_with[p] = after, before
-        for p in _differing(compared_with):
+        for p in differing(compared_with):
             was, (after, before) = self._kept[id(p)], compared_with[p]
             slack = _rounding(shards.stored(p), after) if was.value is None else 0.0
             if not torch.allclose(after, before, rtol=0, atol=slack, equal_nan=True):
@@ -97,10 +100,10 @@ EXACT = 2**14
 PLAIN = frozenset({torch.float32, torch.float64})
 
 
-def _differing(pairs: Mapping[Tensor, tuple[Tensor, Tensor]]) -> list[Tensor]:
+def differing(pairs: Mapping[T, tuple[Tensor, Tensor]]) -> list[T]:
     """Return the keys of pairs that are known to differ, waiting once for each accelerator."""
-    found: list[Tensor] = []
-    waiting: defaultdict[torch.device, dict[Tensor, Tensor]] = defaultdict(dict)
+    found: list[T] = []
+    waiting: defaultdict[torch.device, dict[T, Tensor]] = defaultdict(dict)
     for key, (one, other) in pairs.items():
         if one.is_cpu:
             found += [] if torch.equal(one, other) else [key]
