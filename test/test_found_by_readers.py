@@ -23,6 +23,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
 
 from backpack import assign_samples, backpack, extend, extensions
 from backpack.core.derivatives import check_rule
@@ -1562,3 +1564,18 @@ def assert_quantities(model: nn.Module, X: Tensor, y: Tensor) -> None:
     )
     assert_close([p.grad_batch for p in params], each, **TOLERANCE)
     assert_close([p.diag_ggn_exact for p in params], exact, **TOLERANCE)
+
+
+@pytest.mark.parametrize("samples", [N, N + 1])
+def test_hooks_of_saved_tensors_see_layers_without_a_rule_once(samples: int) -> None:
+    plain, saved = Changing(lambda layer: None), list[list[Tensor]]()
+    model, X = extend(copy.deepcopy(plain)), torch.randn(samples, N, requires_grad=True)
+    for layer in (plain, model):
+        saved.append([])
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda x: saved[-1].append(x) or x, lambda x: x
+        )
+        with hooks:
+            layer(X)
+        checkpoint(layer, X, use_reentrant=False).sum().backward()
+    assert len(saved[0]) == len(saved[1])

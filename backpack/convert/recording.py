@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from copy import copy
 from functools import partial
 from itertools import chain
@@ -30,7 +30,6 @@ from backpack.convert.recorder import (
 from backpack.core.engine.elided_gradients import REARRANGEMENTS
 from backpack.core.engine.hooks import call_after_recording, copy_last
 from backpack.core.engine.spread import kind
-from backpack.core.features import hooks_of_saved_tensors
 from backpack.core.record.compiler import is_traced, may_leave_graph, set_compiler
 from backpack.core.record.data_flow import clear_inputs, is_dense, note_inputs
 from backpack.core.record.data_notes import layout_of, note
@@ -313,7 +312,7 @@ def _opened(module: Module, args: Any, kwargs: Any, output: Any, run: Run) -> An
     function does, and whether it is other numbers than those of before that this has drawn.
     """
     own = copy(module)  # other threads may run the module
-    with suppress(Exception), attributes_kept(own), _uncounted():  # some cannot run twice
+    with suppress(Exception), attributes_kept(own):  # some cannot run twice
         buffers = {name: buffer.clone() for name, buffer in own.named_buffers()}
         plain = [p for p in own.parameters() if type(p) in TENSORS and p.layout is torch.strided]
         before = {p: (p.data, p.data.clone()) for p in plain}
@@ -330,13 +329,6 @@ def _opened(module: Module, args: Any, kwargs: Any, output: Any, run: Run) -> An
             vars(module)["_backpack_open"] = True
             return again
     return None
-
-
-def _uncounted() -> AbstractContextManager[Any]:
-    """Hide tensors from the hooks of a checkpoint: it counts what is saved, and runs this once."""
-    if hooks_of_saved_tensors(True) is None:
-        return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
 
 
 def _drawn_again(before: tuple[Any, ...], function: Callable[[], Any]) -> tuple[Any, bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack.core.features import hooks_of_saved_tensors
 from backpack.core.record.generators import is_array, putting_back
 from backpack.core.record.kept_parameters import differing
 from backpack.core.record.module_state import PLAIN, added
@@ -48,6 +49,8 @@ Undo = dict[int, Callable[[], object]]
 def attributes_kept(module: Module, saved: dict[str, Any] | None = None) -> Iterator[None]:
     """Call the module without hooks of users, and undo what its ``forward`` does to attributes.
 
+    Nor do hooks of saved tensors see it, such as those of a checkpoint, which counts them.
+
     Tensors and arrays are replaced by copies, which the graph of the evaluation may keep. What is
     ``saved`` for a call tells other evaluations of it whether any is changed in place.
     """
@@ -59,7 +62,8 @@ def attributes_kept(module: Module, saved: dict[str, Any] | None = None) -> Iter
     try:
         for m, own, _ in states:
             own.update({name: _lent(value, undo, copies) for name, value in added(m).items()})
-        yield
+        with _hidden():
+            yield
     finally:
         for _, own, before in states:  # never empty: passes of other threads look at all calls
             own.update(before)
@@ -69,6 +73,13 @@ def attributes_kept(module: Module, saved: dict[str, Any] | None = None) -> Iter
             put_back()
         if saved is not None and "changes tensors" not in saved and not in_transform():
             saved["changes tensors"] = bool(changed_copies(copies or {}))
+
+
+def _hidden() -> AbstractContextManager[Any]:
+    """Hide what autograd saves from hooks; transforms of torch.func know of none."""
+    if hooks_of_saved_tensors(True) is None or in_transform():
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
 
 
 def _lent(value: Any, undo: Undo, copies: Copies | None) -> Any:
