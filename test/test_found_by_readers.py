@@ -1579,3 +1579,25 @@ def test_hooks_of_saved_tensors_see_layers_without_a_rule_once(samples: int) -> 
             layer(X)
         checkpoint(layer, X, use_reentrant=False).sum().backward()
     assert len(saved[0]) == len(saved[1])
+
+
+class Chosen(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (1 * self.weight).T + self.bias
+
+
+@pytest.mark.parametrize("chosen", [[1, 1, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0]])
+def test_layers_without_a_rule_of_some_samples(chosen: list[int]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layer, self.last = nn.Linear(3, 4), Chosen(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h, mask = self.first(x).sin(), x[:, 0] > 0
+            h[mask] = self.layer(h[mask])
+            return self.last(h.tanh())
+
+    X, y = batch()
+    X[:, 0] = torch.tensor(chosen) - 0.5
+    assert_quantities(extend(Model(), use_converter="record"), X, y)

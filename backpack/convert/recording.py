@@ -371,7 +371,7 @@ def _has_rows_of_samples(values: Sequence[Any]) -> bool:
         layout is None
         or not layout.is_batched
         or (place := layout.place(x.shape)) is None
-        or (place.rows(x.shape) == place.samples and not place.is_split)
+        or (x.shape[place.axis] == place.rows(x.shape) == place.samples and not place.is_split)
         for x, layout in zip(tensors, map(layout_of, tensors), strict=True)
     )
 
