@@ -1601,3 +1601,122 @@ def test_layers_without_a_rule_of_some_samples(chosen: list[int]) -> None:
     X, y = batch()
     X[:, 0] = torch.tensor(chosen) - 0.5
     assert_quantities(extend(Model(), use_converter="record"), X, y)
+def without_autocast(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    with torch.autocast("cpu", enabled=False):
+        return m.b(h.to(x.dtype))
+
+
+def with_gradients(m: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return m.b(m.a(x))
+
+
+def not_in_inference(m: Any, x: Tensor) -> Tensor:
+    with torch.inference_mode(False):
+        return m.b(m.a(x))
+
+
+def told_of_modes(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x) if torch.is_grad_enabled() else m.a(x) + 1
+    return m.b(h * 2 if torch.is_autocast_enabled("cpu") else h)
+
+
+def seeded_apart(m: Any, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        noise = torch.randn_like(x)
+    return m.b(m.a(x + noise))
+
+
+def seeded_as_before(m: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return m.b(m.a(x + torch.randn_like(x)))
+
+
+def caught(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    try:
+        if torch.isnan(h).any():
+            h = torch.nan_to_num(h)
+    except Exception:
+        h = h * 0
+    return m.b(h)
+
+
+def suppressed(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    with suppress(Exception):
+        h = h * float(x.shape[0])
+    return m.b(h)
+
+
+class Traced(nn.Module):
+    """Computes a function of itself and its input."""
+
+    function: Callable[[Any, Tensor], Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class AsksByMatch(Traced):
+    def forward(self, x: Tensor) -> Tensor:
+        match x:
+            case Tensor():
+                return self.b(self.a(x))
+        return x
+
+
+class AsksByType(Traced):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)) if type(x) is torch.Tensor else x
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *(without_autocast, with_gradients, not_in_inference, told_of_modes, seeded_apart),
+        *(seeded_as_before, caught, suppressed, AsksByMatch, AsksByType),
+    ],
+)
+def test_what_tracing_would_lose_is_recorded(what: Any) -> None:
+    """It is refused, without a trace in torch; use_converter=True records it, for all modes."""
+    kind = what if isinstance(what, type) else type("Model", (Traced,), {"function": what})
+    plain, state = kind().float(), torch.get_rng_state()
+    with pytest.raises(ConversionError, match=r"line \d+|isinstance\(x, Tensor\)"):
+        extend(copy.deepcopy(plain), use_converter="trace")
+    assert torch.equal(torch.get_rng_state(), state) and torch.is_grad_enabled()
+    model, x = extend(copy.deepcopy(plain), use_converter=True), torch.rand(N, 3).float()
+    for mode in (nullcontext(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
+        outputs = []
+        for each in (plain, model):
+            torch.manual_seed(0)
+            with mode:
+                outputs.append(each(x))
+        assert_close(outputs[1], outputs[0])
+        assert outputs[1].requires_grad == outputs[0].requires_grad
+
+
+def test_modes_of_constants_and_of_other_threads_while_a_model_is_traced() -> None:
+    found: list[Any] = []
+
+    def elsewhere() -> None:
+        torch.enable_grad().__enter__()
+        found.extend((torch.is_grad_enabled(), torch.rand(2, device="meta")))
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            factor = torch.ones(3).cumsum(0)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(elsewhere).result()
+        return m.b(m.a(x * factor))
+
+    plain = type("Model", (Traced,), {"function": forward})()
+    model, x = extend(copy.deepcopy(plain), use_converter="trace"), torch.rand(N, 3)
+    assert found[0] and type(found[1]) is Tensor
+    assert_close(model(x), plain(x))

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
+from inspect import getattr_static
 from pathlib import Path
-from threading import RLock
+from threading import RLock, get_ident
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -52,6 +53,21 @@ STRICT = (
 )
 # Functions of torch that are recorded even if their arguments are constants.
 RANDOM = ("rand", "randn", "randint", "randperm", "normal")
+# Functions that tell a mode, of which a graph has one branch only; and that switch one, or seed.
+TOLD = (
+    *("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled"),
+    *("is_autocast_cpu_enabled", "get_autocast_dtype", "get_autocast_gpu_dtype"),
+)
+REFUSED = (
+    *((torch, name) for name in (*TOLD, "set_autocast_enabled")),
+    *((torch._C, name) for name in ("_set_grad_enabled", "_InferenceMode")),
+    *((owner, f) for owner in (torch, torch.random) for f in ("manual_seed", "set_rng_state")),
+)
+NO_MODES = (
+    "torch.fx does not record torch.no_grad(), torch.autocast(), questions such as "
+    "torch.is_grad_enabled(), and seeds inside of a forward pass. Use x.detach() for the first and "
+    "x.to(dtype) for autocast."
+)
 # Attributes of modules that a forward pass may change without setting them, buffers among them
 FILLED = (list, dict, set, OrderedDict, defaultdict)
 # torch.fx, and we, replace functions for all threads: one forward pass at a time.
@@ -203,11 +219,22 @@ class _Proxy(Proxy):
         function = getattr(operator, name)
         setattr(cls, f"__{name}__", method)
 
+    @classmethod
+    def refuse(cls, name: str) -> None:
+        """Let a function of Python that needs a number fail as all else does."""
+
+        def method(self: Proxy) -> Any:
+            raise TraceError(f"{name}() of a value that is not known while tracing.")
+
+        setattr(cls, f"__{name}__", method)
+
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
     _Proxy.record(f"i{_name}")
 for _name in ("and", "or", "xor", "lshift", "rshift"):
     _Proxy.record(f"i{_name}")
+for _name in ("float", "int", "complex"):
+    _Proxy.refuse(_name)
 
 
 class _Attribute(Attribute, _Proxy):
@@ -341,13 +368,22 @@ def _codes(kind: type[Module]) -> Iterator[CodeType]:
             waiting += (getattr(getattr(kind, n, None), "__code__", None) for n in code.co_names)
 
 
-def _compares_identity(code: CodeType) -> bool:
-    """Whether a function asks if some ``training`` is True or False itself: no flag is."""
+def _hidden_question(code: CodeType) -> str:
+    """Describe what a function asks in a way in which neither proxies nor flags can answer."""
     steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
-    return any(
-        mode == ("LOAD_ATTR", "training") and isinstance(value, bool) and compare == "IS_OP"
-        for mode, (_, value), (compare, _) in zip(steps, steps[1:], steps[2:], strict=False)
-    )
+    for first, (name, value), (last, _) in zip(steps, steps[1:], steps[2:], strict=False):
+        if first == ("LOAD_ATTR", "training") and isinstance(value, bool) and last == "IS_OP":
+            return (
+                "compares its training mode by identity (self.training is True), which nothing can "
+                "follow: write if self.training."
+            )
+        compares = value == "Tensor" and last in ("IS_OP", "COMPARE_OP")
+        if compares or name in ("MATCH_CLASS", "MATCH_SEQUENCE", "MATCH_MAPPING"):
+            return (
+                "asks for a class by match, or by type(x) is Tensor, which nothing can follow: "
+                "write if isinstance(x, Tensor)."
+            )
+    return ""
 
 
 class BackpackTracer(Tracer):
@@ -406,22 +442,23 @@ class BackpackTracer(Tracer):
                 as_they_are += (f"{name}.",)
             if f"{name}.".startswith(as_they_are):
                 continue
-            if any(map(_compares_identity, _codes(type(m)))):
-                raise ConversionError(
-                    f"The forward of {type(m).__name__} compares its training mode by identity "
-                    "(self.training is True), which nothing can follow: write if self.training."
-                )
+            for question in filter(None, map(_hidden_question, _codes(type(m)))):
+                raise ConversionError(f"The forward of {type(m).__name__} {question}")
         with TRACING:
             return self._trace(root, concrete_args)
 
     def _trace(self, root: Any, concrete_args: dict[str, Any] | None) -> Graph:
         self._modes, before = _modes(), generator_states()
+        refused: list[TraceError] = []
         try:
-            with self._flags(root), self._patches():
+            with self._flags(root), self._patches(refused):
                 graph = super().trace(root, concrete_args)
+            if refused:  # and caught by the program, which has gone another way
+                raise refused[0]
         except Exception as error:
             raise ConversionError(self._explain(root, error)) from error
         finally:
+            refused.clear()  # their tracebacks lead here
             is_random = have_changed(before, generator_states())
             if is_random:
                 set_generators(before)
@@ -483,10 +520,7 @@ class BackpackTracer(Tracer):
             TraceError: If gradients or autocast have been switched inside the forward pass.
         """
         if _modes() != self._modes:
-            raise TraceError(
-                "torch.fx does not record torch.no_grad() and torch.autocast() inside of a forward "
-                "pass. Use x.detach() for the one and x.to(dtype) for the other."
-            )
+            raise TraceError(NO_MODES)
         node = super().create_node(*args, **kwargs)
         if getattr(node.target, "__module__", None) == "torch.autograd":
             raise TraceError("Derivatives depend on the graph of autograd, which is not recorded.")
@@ -557,53 +591,70 @@ class BackpackTracer(Tracer):
             )
 
     @contextmanager
-    def _patches(self) -> Iterator[None]:
-        """Record calls that torch does not show to a tracer.
+    def _patches(self, refused: list[TraceError]) -> Iterator[None]:
+        """Record calls that torch does not show to a tracer, and refuse what no graph does.
 
         Tensors of a size that is not known yet, training flags of functions of torch, random
         tensors, autograd functions of the user. And let ``isinstance(x, Tensor)`` and
         ``torch.is_tensor(x)`` be true, and ``hasattr(x, name)`` if tensors have such an attribute.
+        List errors in ``refused``, since the program may catch them.
         """
-        patched: list[tuple[Any, str]] = [(torch, name) for name in (*STRICT, *RANDOM)]
-        originals = [(owner, name, getattr(owner, name)) for owner, name in patched]
-        apply = vars(AutogradFunction)["apply"]
+        thread = get_ident()  # others have the functions as they were
         asked = {"isinstance": _is_instance, "hasattr": _has_attribute}
-        builtin = {name: getattr(builtins, name) for name in asked}
+        apply = vars(AutogradFunction)["apply"]
 
-        def wrap(original: Callable[..., Any], is_random: bool) -> Callable[..., Any]:
+        def recorded(original: Callable[..., Any], is_random: bool = False) -> Callable[..., Any]:
             def wrapper(*args: Any, **kwargs: Any) -> Any:
-                if is_random or leaves_in((args, kwargs), Proxy):
+                is_ours = is_random and get_ident() == thread
+                if is_ours or leaves_in((args, kwargs), Proxy):
                     return self.create_proxy("call_function", original, args, kwargs)
                 return original(*args, **kwargs)
 
             return wrapper
 
-        def wrapped_apply(cls: type[AutogradFunction], *args: Any, **kwargs: Any) -> Any:
-            original = apply.__get__(None, cls)
-            return wrap(original, False)(*args, **kwargs)
+        def recorded_apply(cls: type[AutogradFunction], *args: Any, **kwargs: Any) -> Any:
+            return recorded(apply.__get__(None, cls))(*args, **kwargs)
 
-        def answered(name: str) -> Callable[[Any, Any], bool]:
+        def answered(name: str, original: Callable[[Any, Any], bool]) -> Callable[..., bool]:
             def wrapper(value: Any, what: Any) -> bool:
                 known = type(value) in (_Proxy, _Attribute, _StateProxy) and _asks_for_user(
                     sys._getframe(1)
                 )
-                return (asked if known else builtin)[name](value, what)
+                return (asked[name] if known else original)(value, what)
 
             return wrapper
 
+        def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                if get_ident() != thread or (name in TOLD and not _is_users(sys._getframe(1))):
+                    return original(*args, **kwargs)
+                before = _modes()
+                result = original(*args, **kwargs)
+                if _modes() == before:  # else the next node tells
+                    raise TraceError(NO_MODES)
+                return result
+
+            return wrapper
+
+        def noted(error: TraceError, *args: Any) -> None:
+            refused.append(error)
+
+        patches: list[tuple[Any, str, Any]] = [
+            *((torch, name, recorded(getattr(torch, name))) for name in STRICT),
+            *((torch, name, recorded(getattr(torch, name), True)) for name in RANDOM),
+            *((owner, name, refusing(name, getattr(owner, name))) for owner, name in REFUSED),
+            *((builtins, name, answered(name, getattr(builtins, name))) for name in asked),
+            (AutogradFunction, "apply", classmethod(recorded_apply)),
+            (TraceError, "__init__", noted),
+        ]
+        originals = [(owner, name, getattr_static(owner, name)) for owner, name, _ in patches]
         try:
-            for owner, name, original in originals:
-                setattr(owner, name, wrap(original, name in RANDOM))
-            AutogradFunction.apply = classmethod(wrapped_apply)  # type: ignore[assignment]
-            for name in asked:
-                setattr(builtins, name, answered(name))
+            for patch in patches:
+                setattr(*patch)
             yield
         finally:
-            for owner, name, original in originals:
-                setattr(owner, name, original)
-            AutogradFunction.apply = apply
-            for name, original in builtin.items():
-                setattr(builtins, name, original)
+            for original in originals:
+                setattr(*original)
 
     def _explain(self, root: Any, error: Exception) -> str:
         where = f"{type(root).__name__}"
