@@ -1720,3 +1720,30 @@ def test_modes_of_constants_and_of_other_threads_while_a_model_is_traced() -> No
     model, x = extend(copy.deepcopy(plain), use_converter="trace"), torch.rand(N, 3)
     assert found[0] and type(found[1]) is Tensor
     assert_close(model(x), plain(x))
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        *(("bernoulli_", [0.5]), ("normal_", [0.0, 0.1]), ("uniform_", []), ("random_", [1, 5])),
+        *(("exponential_", []), ("geometric_", [0.5]), ("cauchy_", []), ("log_normal_", [])),
+    ],
+)
+def test_noise_that_is_drawn_into_memory_of_the_size_of_the_data(
+    method: str, options: Any, size: int
+) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.noise = getattr(x.new_empty((len(x), size)), method)(*options)
+        return m.b(m.a(x) * m.noise)
+
+    model = extend(type("Model", (Traced,), {"function": forward})(), use_converter="record")
+    X, y = batch()
+    lossfunc = nn.CrossEntropyLoss(reduction="sum")
+    with backpack(extensions.BatchGrad()):
+        extend(lossfunc)(model(X), y).backward()
+    for n in range(N):
+        loss = lossfunc(model.b((model.a(X) * model.noise)[[n]]), y[[n]])
+        expected = torch.autograd.grad(loss, [*model.parameters()])
+        for p, g in zip(model.parameters(), expected, strict=True):
+            assert_close(p.grad_batch[n], g)

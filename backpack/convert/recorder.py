@@ -104,7 +104,7 @@ DERIVATIVES = (Tensor.backward, torch._unpack_dual)
 # Functions that read a tensor and leave the entries of another one to be filled.
 UNINITIALISED = {"empty_like", "new_empty", "new_empty_strided"}
 # Functions that fill all of a tensor.
-FILLING = {"copy_", "fill_", "zero_"}
+FILLING = FILLS - {"fill_diagonal_"}
 # Of the modules for functions, the last ones used are kept: options may change in every run.
 MAX_APPLICATIONS = 512
 # Tells the transform of ``torch.func`` that tensors belong to, which hooks cannot follow.
