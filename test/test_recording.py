@@ -2390,16 +2390,18 @@ def test_parameters_as_arguments(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(d.grad_batch, torch.stack([grads[-1] for grads in each]))
 
 
-def test_data_that_are_a_parameter() -> None:
+@pytest.mark.parametrize("ext", [extensions.BatchGrad, extensions.DiagGGNExact])
+def test_data_that_are_a_parameter(ext: Any) -> None:
     """What the error advises works."""
-    model, lossfunc = extend(nn.Linear(3, 2), use_converter=True), extend(nn.CrossEntropyLoss())
+    model = extend(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), use_converter=True)
+    lossfunc = extend(nn.CrossEntropyLoss())
     x, y = nn.Parameter(torch.rand(5, 3)), torch.randint(2, (5,))
     match = r"parameter as its input.*If it is data, give x.detach\(\).requires_grad_\(\)"
-    with pytest.raises(ValueError, match=match), backpack(extensions.DiagGGNExact()):
+    with pytest.raises(ValueError, match=match), backpack(ext()):
         lossfunc(model(x), y).backward()
-    with backpack(extensions.DiagGGNExact()):
+    with backpack(ext()):
         lossfunc(model(x.detach().requires_grad_()), y).backward()
-    assert model.weight.diag_ggn_exact.shape == (2, 3)
+    assert getattr(model.get_parameter("1.weight"), ext().savefield).shape[-2:] == (2, 4)
 
 
 class Checkpointed(nn.Module):

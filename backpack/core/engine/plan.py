@@ -25,6 +25,12 @@ from backpack.core.types import Extension
 from backpack.hessianfree.graph import nodes_above
 from backpack.utils.subsampling import subsample
 
+READS_PARAMETER = (
+    "{!r} has a parameter as its input. Only parameters that belong to a module with derivatives "
+    "of its own are supported. If it is data, give x.detach().requires_grad_(); if a function of "
+    "the model reads it, use extend(model, use_converter=True)."
+)
+
 
 class Producer(NamedTuple):
     """The call (and the number of its output) that computed a tensor."""
@@ -388,12 +394,7 @@ class Plan:
                 if not isinstance(x, Tensor) or is_reached(origin):
                     continue
                 if x.requires_grad and parameter_behind(x) is not None:
-                    return (
-                        f"{consumer!r} has a parameter as its input. Only parameters that belong "
-                        "to a module with derivatives of its own are supported. If it is data, "
-                        "give x.detach().requires_grad_(); if a function of the model reads it, "
-                        "use extend(model, use_converter=True)."
-                    )
+                    return READS_PARAMETER.format(consumer)
                 if origin is not None and (not origin.is_output or origin.by_container):
                     read.append(x)  # else of a call that no gradient has reached
             read += filter(attrgetter("grad_fn"), consumer.trained.values())

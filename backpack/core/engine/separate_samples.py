@@ -11,9 +11,9 @@ from backpack.core.derivatives.evaluation import close
 from backpack.core.engine import call_products, checks
 from backpack.core.engine.backpropagation import deliver, fetch
 from backpack.core.engine.factors import Factor
-from backpack.core.engine.plan import Plan
+from backpack.core.engine.plan import READS_PARAMETER, Plan
 from backpack.core.record.context import context_of
-from backpack.core.record.origins import Origin
+from backpack.core.record.origins import Origin, parameter_behind
 from backpack.core.record.visits import Visit
 
 COMBINE = f"Combine it with data in a module, such as SumModule. {checks.CONVERT}"
@@ -61,10 +61,14 @@ def separate_samples(plan: Plan) -> None:
                         or _cancels(plan, call, each.sum(0) - total)
                     )
                 ):
+                    advice = COMBINE if any(call.shape_out) else NUMBERS
+                    for one in filter(attrgetter("is_unbatched"), plan.calls):
+                        if any(parameter_behind(x) is not None for x in one.inputs):
+                            advice = READS_PARAMETER.format(one)
                     raise ValueError(
                         f"{call!r} has no samples, and reaches the loss on a way on which those of "
                         "the loss cannot be told apart (not through a module that combines it with "
-                        f"data). {COMBINE if any(call.shape_out) else NUMBERS}"
+                        f"data). {advice}"
                     )
         grads = call.gradients()
         if apart.isdisjoint(call.origins_in) or all(g is None for g in grads):
