@@ -437,6 +437,57 @@ def test_backward_passes_that_cannot_be_differentiated() -> None:
         R_op(output, parameters, [torch.ones_like(p) for p in parameters])
 
 
+def test_backward_passes_that_cannot_be_differentiated_before_softmax() -> None:
+    """The gradient of a sum that is constant tells nothing: products were zero."""
+    model, X = nn.Sequential(Solved(), nn.Softmax(1)), torch.rand(5, 4)
+    for operator in Jacobian(model, [X]), GGN(model, nn.MSELoss(), [(X, torch.rand(5, 3))]):
+        with pytest.raises(RuntimeError, match="not a linear function"):
+            operator @ torch.ones(operator.shape[1])
+
+
+class Attends(nn.Module):
+    """Attention, which no bias of the keys changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x @ self.keys(x).mT).softmax(-1) @ x).mean(1)
+
+
+class Normalised(nn.Module):
+    """A convolution, whose bias a normalisation takes away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.norm, self.head = nn.Conv1d(3, 4, 1), nn.InstanceNorm1d(4), nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.keys(x)).relu().flatten(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", [Attends, Normalised])
+def test_derivatives_that_are_zero_up_to_rounding(
+    kind: type[Attends | Normalised], dtype: torch.dtype
+) -> None:
+    """Products were refused: one rounding error is not the other."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model, X, y = kind().to(dtype), torch.randn(5, 3, 4, dtype=dtype), torch.arange(5) % 2
+        bias = [model.keys.bias]
+        for operator in (
+            Jacobian(model, [X], bias),
+            GGN(model, nn.CrossEntropyLoss(), [(X, y)], bias),
+            EmpiricalFisher(model, nn.CrossEntropyLoss(), [(X, y)], bias),
+        ):
+            assert operator.to_dense().abs().max() < 1e-4
+        parameters = [*model.parameters()]
+        v = [torch.ones_like(p) if p is bias[0] else torch.zeros_like(p) for p in parameters]
+        assert R_op(model(X), parameters, v)[0].abs().max() < 1e-4
+
+
 class Coarse(nn.Module):
     """A part in low precision between parts in double precision."""
 

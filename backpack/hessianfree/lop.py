@@ -38,8 +38,7 @@ def L_op(
     """
     ys, xs, ws = as_tuple(ys), as_tuple(xs), as_tuple(ws)
     check_same_shapes("ws", ws, "ys", ys)
-    if not any(y.requires_grad for y in ys):
-        raise ValueError("None of ys requires a gradient: were they computed without a graph?")
+    check_varies(ys)
     return vjp(ys, xs, ws, retain_graph=retain_graph, detach=detach)
 
 
@@ -151,3 +150,16 @@ def check_same_shapes(
                 f"{name}[{i}] and {other_name}[{i}] must have the same shape, "
                 f"got {tuple(tensor.shape)} and {tuple(other.shape)}."
             )
+
+
+def check_varies(ys: tuple[Tensor, ...]) -> None:
+    """Check that there is a graph to differentiate.
+
+    Args:
+        ys: Outputs of a function.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if not any(y.requires_grad for y in ys):
+        raise ValueError("None of ys requires a gradient: were they computed without a graph?")

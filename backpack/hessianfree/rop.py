@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from backpack.hessianfree.graph import nodes_above
-from backpack.hessianfree.lop import L_op, as_tuple, check_same_shapes, vjp
+from backpack.hessianfree.lop import as_tuple, check_same_shapes, check_varies, vjp
 
 
 @torch.inference_mode(False)
@@ -21,10 +22,6 @@ def R_op(
     detach: bool = True,
 ) -> tuple[Tensor, ...]:
     """Multiply with the Jacobian of ``ys`` with respect to ``xs``.
-
-    The map ``w ↦ Jᵀ w`` is linear with Jacobian ``Jᵀ``, so its transposed Jacobian is ``J``: two
-    reverse-mode derivatives make one forward-mode derivative. This double-backward trick is due to
-    Jamie Townsend, "A new trick for calculating Jacobian vector products" (blog post, 2017).
 
     Args:
         ys: Outputs of the function. ``[*y]`` each
@@ -43,17 +40,65 @@ def R_op(
     """
     ys, xs, vs = as_tuple(ys), as_tuple(xs), as_tuple(vs)
     check_same_shapes("vs", vs, "xs", xs)
+    check_varies(ys)
+    return pushforward(ys, xs)(vs, retain_graph=retain_graph, detach=detach)
 
-    # anywhere but at zero, where torch has no derivative of logcumsumexp's gradient
-    ws = tuple(torch.ones_like(y, requires_grad=True) for y in ys)
-    transposed_products = L_op(ys, xs, ws, detach=False)
-    products = vjp(transposed_products, ws, vs, retain_graph=retain_graph, detach=detach)
-    if torch._C._functorch.peek_interpreter_stack() is None and not torch.compiler.is_compiling():
-        check_adjoint(products, ws, vs, transposed_products)
-    return products
+
+class Pushforward(Protocol):
+    """The map ``v ↦ J v``, of V vectors ``[V, *x]`` if they are several."""
+
+    def __call__(
+        self,
+        vs: tuple[Tensor, ...],
+        retain_graph: bool = True,
+        detach: bool = True,
+        several: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Multiply."""
+
+
+def pushforward(ys: tuple[Tensor, ...], xs: tuple[Tensor, ...]) -> Pushforward:
+    """Return the map ``v ↦ J v``, of which each product costs a backward pass.
+
+    The map ``w ↦ Jᵀ w`` is linear with Jacobian ``Jᵀ``, so its transposed Jacobian is ``J``: two
+    reverse-mode derivatives make one forward-mode derivative. This double-backward trick is due to
+    Jamie Townsend, "A new trick for calculating Jacobian vector products" (blog post, 2017).
+
+    Raises:
+        RuntimeError: By the map, if the backward pass is not differentiated as it should be.
+    """
+    ws = tuple(_anywhere(y) for y in ys)
+    transposed = vjp(ys, xs, ws, detach=False)
+
+    def product(
+        vs: tuple[Tensor, ...],
+        retain_graph: bool = True,
+        detach: bool = True,
+        several: bool = False,
+    ) -> tuple[Tensor, ...]:
+        products = vjp(transposed, ws, vs, retain_graph, detach, several)
+        is_plain = torch._C._functorch.peek_interpreter_stack() is None
+        if is_plain and not torch.compiler.is_compiling():
+            one, image = ([x[0] for x in each] if several else each for each in (vs, products))
+            check_adjoint(ys, image, ws, one, transposed)
+        return products
+
+    return product
+
+
+def _anywhere(y: Tensor) -> Tensor:
+    """Return where the linear map is differentiated, of the shape of an output.
+
+    Not at zero, where torch has no derivative of logcumsumexp's gradient, nor where outputs that
+    have a constant sum, such as those of softmax, would look like constants.
+    """
+    w = torch.ones_like(y, requires_grad=True)
+    with torch.no_grad():
+        return w.add_(torch.arange(y.numel(), device=y.device).cos().reshape(y.shape), alpha=0.5)
 
 
 def check_adjoint(
+    ys: Sequence[Tensor],
     products: Sequence[Tensor],
     ws: Sequence[Tensor],
     vs: Sequence[Tensor],
@@ -62,6 +107,7 @@ def check_adjoint(
     """Refuse two derivatives of which one is not the transposed: ``⟨J v, w⟩`` is ``⟨v, Jᵀ w⟩``.
 
     Args:
+        ys: The outputs.
         products: ``J v``, in the shapes of the outputs.
         ws: ``w``, in these shapes, too.
         vs: ``v``, in the shapes of the inputs.
@@ -69,7 +115,8 @@ def check_adjoint(
 
     Raises:
         RuntimeError: If that does not hold, up to coarse rounding of the lowest precision that
-            something is computed in (functions may be in ``TF32``).
+            something is computed in (functions may be in ``TF32``). Where the derivative is zero,
+            such as that of a bias before a normalisation, rounding is that of the outputs.
     """
     first = ws[0]
     if first.is_meta or (first.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -84,7 +131,12 @@ def check_adjoint(
         return
     nodes = nodes_above([x.grad_fn for x in transposed])
     kinds = {x.dtype for node in nodes for x in node._input_metadata if x.dtype.is_floating_point}
-    if difference > max(torch.finfo(kind).eps for kind in {first.dtype, *kinds}) ** 0.25 * scale:
+    eps = max(torch.finfo(kind).eps for kind in {first.dtype, *kinds})
+    # the median: a few entries may be masked by huge numbers
+    sizes = [[x.detach().abs().double() for x in each if x.numel()] for each in (ys, vs)]
+    of_outputs = math.hypot(*(float(x.median()) * x.numel() ** 0.5 for x in sizes[0]))
+    rounding = eps**0.5 * of_outputs * math.hypot(*(float(x.norm()) for x in sizes[1]))
+    if difference > max(eps**0.25 * scale, rounding):
         raise RuntimeError(
             "The gradient is not a linear function of what it is multiplied with, as autograd "
             "differentiates it, so products with the Jacobian would be wrong. A backward pass that "

@@ -26,7 +26,7 @@ from backpack.core.record.visits import Visit
 from backpack.distributed.agreement import digest
 from backpack.distributed.data_group import ProcessGroupChoice
 from backpack.hessianfree.lop import vjp
-from backpack.hessianfree.rop import check_adjoint
+from backpack.hessianfree.rop import pushforward
 from backpack.linalg.extended import extended
 from backpack.linalg.objective import (
     Objective,
@@ -222,13 +222,10 @@ class JacobianOperator(MatrixFreeOperator):
             output = output_of(type(self).__name__, objective.model, X)
         weight = objective.weight(X, output, targets)
         loss, curvature = self._at_output(X, output.detach().requires_grad_(), targets, weight)
-        # w ↦ Jᵀ w is linear, and the transposed of its Jacobian is J (see R_op)
-        w = torch.ones_like(output, requires_grad=True)
-        transposed = vjp((output,), objective.params, (w,), detach=False)
+        tangents_of = pushforward((output,), objective.params)
 
         def product(vectors: Sequence[Tensor]) -> Sequence[Tensor]:
-            (tangents,) = vjp(transposed, (w,), tuple(vectors), several=True)
-            check_adjoint((tangents[0],), (w,), [v[0] for v in vectors], transposed)
+            (tangents,) = tangents_of(tuple(vectors), several=True)
             return vjp((output,), objective.params, (curvature(tangents),), several=True)
 
         return Batch(loss, weight, product)

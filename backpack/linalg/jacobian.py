@@ -12,7 +12,7 @@ from torch.nn import Module, Parameter
 from backpack import backpack, disable
 from backpack.core.derivatives.math_attention import math_attention
 from backpack.hessianfree.lop import vjp
-from backpack.hessianfree.rop import check_adjoint
+from backpack.hessianfree.rop import pushforward
 from backpack.linalg.objective import (
     Objective,
     check_has_batches,
@@ -135,13 +135,9 @@ class Jacobian(LinearOperator):
         with torch.inference_mode(False):
             product = matrix.new_zeros(self.shape[0], matrix.shape[1])
         for rows, output in self._outputs():
-            # w ↦ Jᵀ w is linear, and the transposed of its Jacobian is J (see R_op)
-            w = torch.ones_like(output, requires_grad=True)
-            transposed = vjp((output,), params, (w,), detach=False)
+            product_of = pushforward((output,), params)
             for some in self._spans(matrix.shape[1]):
-                tangents = tuple(v[some] for v in vectors)
-                (image,) = vjp(transposed, (w,), tangents, several=True)
-                check_adjoint((image[0],), (w,), [t[0] for t in tangents], transposed)
+                (image,) = product_of(tuple(v[some] for v in vectors), several=True)
                 product[rows, some] = image.reshape(len(image), -1).T
         return product
 
