@@ -1747,3 +1747,54 @@ def test_noise_that_is_drawn_into_memory_of_the_size_of_the_data(
         expected = torch.autograd.grad(loss, [*model.parameters()])
         for p, g in zip(model.parameters(), expected, strict=True):
             assert_close(p.grad_batch[n], g)
+class Slopes(nn.Module):
+    """A function plus its derivative, by a module with parameters or by a layer inside of it."""
+
+    def __init__(self, is_leaf: bool) -> None:
+        super().__init__()
+        layer = nn.Linear(1, 3)
+        self.weight, self.bias = layer.weight, layer.bias
+        self.layer = None if is_leaf else layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        h = F.linear(x, self.weight, self.bias) if self.layer is None else self.layer(x)
+        (slope,) = torch.autograd.grad(h.sin().sum(), x, create_graph=True)
+        return h.cos() + slope
+
+
+def test_jacobians_of_models_that_differentiate() -> None:
+    X = torch.rand(N, 1, dtype=torch.float64)
+    for model in Slopes(True).double(), Slopes(False).double():
+        ps, outputs = [*model.parameters()], model(X).flatten()
+        rows = [torch.autograd.grad(y, ps, retain_graph=True) for y in outputs]
+        truth = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+        assert_close(Jacobian(model, [X]).to_dense(), truth)
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+def test_laplace_of_models_that_differentiate() -> None:
+    model, X = nn.Sequential(Slopes(True).double()), torch.rand(N, 1, dtype=torch.float64)
+    batch = X, torch.rand(N, 3, dtype=torch.float64)
+    laplace = Laplace(model, nn.MSELoss(), [batch], DiagonalGGN)
+    assert_close(torch.tensor(laplace.loss), 1.5 * N * nn.MSELoss()(model(X), batch[1]).detach())
+    J = Jacobian(model, [X]).to_dense().reshape(N, 3, -1)
+    mean, covariance = laplace.outputs(X)
+    assert_close(mean, model(X).detach())
+    assert_close(covariance, J @ laplace.posterior.to_dense() @ J.mT)
+    (output,) = laplace.sample_outputs(X, 1, False, torch.Generator().manual_seed(0))
+    (weights,) = laplace.sample_weights(1, torch.Generator().manual_seed(0))
+    nn.utils.vector_to_parameters(weights, model.parameters())
+    assert_close(output, model(X).detach())
+    nn.utils.vector_to_parameters(laplace.mean, model.parameters())
+    assert laplace.fit_prior_precision(validation=[batch]) > 0
+
+
+@pytest.mark.parametrize("kind", [NTK, ProjectedInfluence])
+def test_uses_that_are_not_counted_are_errors_of_what_is_computed(kind: Any) -> None:
+    """There was a warning, and another kernel or other scores."""
+    model, X = Slopes(False), torch.rand(N, 1)
+    data = (X,) if kind is NTK else (nn.MSELoss(), [(X, torch.rand(N, 3))])
+    with pytest.raises(NotImplementedError, match="That use is not counted"):
+        made = kind(model, *data)
+        made.scores(data[1])

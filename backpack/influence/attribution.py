@@ -19,6 +19,7 @@ from backpack.core.values import at_least_single
 from backpack.distributed.agreement import digest
 from backpack.distributed.data_group import ProcessGroupChoice, check_same
 from backpack.extensions import BatchGrad
+from backpack.extensions.backprop_extension import FAIL_ERROR
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from backpack.influence.positions import axes_of, sum_of_positions
 from backpack.influence.shards import Shards
@@ -208,6 +209,7 @@ class Attribution:
         objective, name = self._objective, type(self).__name__
         ext = copy(ext)  # the user's saves where it did
         ext.savefield = "_backpack_influence"
+        ext._fail_mode = FAIL_ERROR  # a part of the uses has other scores
         with (
             extended(objective.model, self._use_converter or "record") as model,
             extended(objective.loss_function, False) as loss_function,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
+from functools import partial
 from inspect import signature
 from typing import Any, Literal, TypeVar
 
@@ -26,6 +27,7 @@ from backpack.linalg.objective import (
     is_same_state,
     output_of,
     state_of_weights,
+    without_graph,
 )
 from backpack.linalg.operators import LinearOperator
 from backpack.linalg.structured import SpectralOperator, of_chosen
@@ -292,7 +294,7 @@ class Posterior:
         objective, total, weights, count = self._objective, 0.0, 0.0, 0
         with torch.no_grad(), disable(), objective.telling():
             for X, targets in objective:
-                output = output_of("Laplace", objective.model, X)
+                output = without_graph(partial(output_of, "Laplace", objective.model, X))
                 self._is_one = output.dim() == 2  # prediction for each sample
                 if weight := objective.weight(X, output, targets):
                     loss = objective.loss_function(output, *targets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import log, pi
 from typing import Any, Literal
 
@@ -10,10 +11,10 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss
 
-from backpack import disable
 from backpack.laplace.posterior import Posterior
 from backpack.linalg.extended import ALONE
 from backpack.linalg.ntk import output_covariances
+from backpack.linalg.objective import without_graph
 from backpack.linalg.structured import SpectralOperator
 from backpack.utils.convert_parameters import parameter_list_to_vector, vector_to_parameter_list
 from backpack.utils.functional import functional_call
@@ -83,8 +84,8 @@ class Predictive(Posterior):
         for weights in self.sample_weights(num_samples, generator):
             pieces = vector_to_parameter_list(weights, params)
             state = dict(zip(self._names, pieces, strict=True))
-            with ALONE, torch.no_grad(), disable():  # the model has the weights for a moment
-                output = functional_call(model, state, (X,))
+            with ALONE:  # the model has the weights for a moment
+                output = without_graph(partial(functional_call, model, state, (X,)))
                 found.append(output.unsqueeze(-1).flatten(1))
         return torch.stack(found)
 

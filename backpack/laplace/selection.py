@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from math import exp, inf, log, pi
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from backpack import disable
 from backpack.laplace.predictive import Predictive
-from backpack.linalg.objective import Objective, output_of
+from backpack.linalg.objective import Objective, output_of, without_graph
 from backpack.utils.by_name import ByName, by_parameter, positive, tensor_by_parameter
 
 
@@ -124,8 +124,7 @@ class Laplace(Predictive):
         weights = 0.0
         with torch.no_grad(), objective.telling():
             for X, targets in objective:
-                with disable():
-                    output = output_of("Laplace", own.model, X)
+                output = without_graph(partial(output_of, "Laplace", own.model, X))
                 if weight := objective.weight(X, output, targets):
                     mean, covariances = self._outputs(X, posteriors)
                     each = [self._loss_of(mean, c, output, targets, method) for c in covariances]

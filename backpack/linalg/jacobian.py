@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from backpack.linalg.objective import (
     check_read_again,
     flattened,
     real_output_of,
+    without_graph,
 )
 from backpack.linalg.operators import LinearOperator
 from backpack.linalg.order import SameInEachPass, SeenBatches, check_not_shuffled
@@ -93,11 +95,10 @@ class Jacobian(LinearOperator):
         self._seen = SeenBatches()  # entries and norm of the output
         first, *_ = self._objective.params
         rows = batches = 0
-        with torch.no_grad(), disable():
-            for batches, (X, _) in enumerate(self._objective, 1):
-                output = self._output(X)
-                self._is_same(batches - 1, output, first.dtype)
-                rows += output.numel()
+        for batches, (X, _) in enumerate(self._objective, 1):
+            output = without_graph(partial(self._output, X))
+            self._is_same(batches - 1, output, first.dtype)
+            rows += output.numel()
         self._seen.is_end(batches)
         columns = sum(p.numel() for p in self._objective.params)
         super().__init__((rows, columns), first.dtype, first.device)

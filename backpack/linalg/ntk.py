@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack import backpack, disable
+from backpack import backpack
 from backpack.context import without_autocast
 from backpack.core.engine.factored import FactoredGrad
 from backpack.extensions import BatchGrad
 from backpack.linalg.extended import UseConverter, extended
-from backpack.linalg.objective import flattened, output_of, places_of
+from backpack.linalg.objective import flattened, output_of, places_of, without_graph
 from backpack.linalg.operators import LinearOperator
 from backpack.linalg.passes import values_of
 from backpack.utils.batches import samples_of
@@ -125,8 +125,7 @@ def output_covariances(
         ValueError: If the output does not depend on one of the parameters, or samples of a large
             input that is no tensor cannot be told apart.
     """
-    with torch.no_grad(), disable():
-        mean = output_of("The covariance of outputs", model, X)
+    mean = without_graph(lambda: output_of("The covariance of outputs", model, X))
     mean = mean.unsqueeze(-1).flatten(1)
     count, num_outputs = mean.shape
     width = covariances[0].shape[0]

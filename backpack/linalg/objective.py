@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from itertools import chain
@@ -315,6 +315,20 @@ def real_output_of(what: str, model: Module, X: Any) -> Tensor:
             "would look at their real part alone. Let the model return torch.view_as_real(output)."
         )
     return output
+
+
+def without_graph(evaluate: Callable[[], Tensor]) -> Tensor:
+    """Return what a model computes, without a graph, and with nothing stored.
+
+    A model that differentiates in its forward (forces, equations of physics) needs one meanwhile.
+    """
+    with disable():
+        try:
+            with torch.no_grad():
+                return evaluate()
+        except RuntimeError:
+            with torch.inference_mode(False), torch.enable_grad():
+                return evaluate().detach()
 
 
 def output_drawing_nothing(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.backprop_extension import FAIL_ERROR, BackpropExtension
 
 
 def values_of(
@@ -35,6 +35,7 @@ def values_of(
     """
     for i, ext in enumerate(exts):
         ext.savefield = f"_backpack_linalg_{i}"
+        ext._fail_mode = FAIL_ERROR  # a part of the uses is another matrix
     try:
         root.backward(inputs=list(params), retain_graph=retain_graph)
     finally:

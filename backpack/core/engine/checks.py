@@ -31,7 +31,7 @@ EXTEND_FIRST = (
 )
 DERIVATIVES = (
     "let a module without children, which has the parameters itself, compute the network and these "
-    "derivatives. Operators of backpack.linalg take such models as they are."
+    "derivatives. GGN, Hessian and Jacobian of backpack.linalg take such models."
 )
 CONVERT = (
     "Use extend(model, use_converter=True), which follows functions of the forward pass, but no "
