@@ -38,7 +38,7 @@ from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
 from backpack.extensions.secondorder.sqrt_ggn.losses import SqrtGGNCrossEntropyLoss, SqrtGGNMSELoss
 from backpack.hessianfree.ggnvp import ggn_vector_product
 from backpack.hessianfree.hvp import hessian_vector_product
-from backpack.influence import Influence, ProjectedInfluence
+from backpack.influence import Influence, ProjectedInfluence, TracIn
 from backpack.laplace import Laplace
 from backpack.linalg import (
     EKFAC,
@@ -1798,3 +1798,43 @@ def test_uses_that_are_not_counted_are_errors_of_what_is_computed(kind: Any) -> 
     with pytest.raises(NotImplementedError, match="That use is not counted"):
         made = kind(model, *data)
         made.scores(data[1])
+
+
+@pytest.mark.parametrize("kind", [GGN, Hessian, Jacobian])
+def test_bags_have_no_second_derivative(kind: Any) -> None:
+    """The error of torch named a function that no program calls."""
+    model = nn.Sequential(nn.EmbeddingBag(5, 3))
+    batch = torch.randint(5, (N, 2)), torch.rand(N, 3)
+    operator = kind(model, *[[batch]] if kind is Jacobian else [nn.MSELoss(), [batch]])
+    with pytest.raises(NotImplementedError, match=r"nn\.Embedding and a sum or mean.*DiagonalGGN"):
+        operator @ torch.ones(15)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("optimiser", [private, KFAC, SOAP])
+def test_optimisers_of_sparse_gradients_say_what_to_do(kind: Any, optimiser: Any) -> None:
+    layers = [kind(5, 3, sparse=True), *[nn.Flatten()] * (kind is nn.Embedding)]
+    model, data = extend(nn.Sequential(*layers)), torch.randint(5, (N, 1))
+    made = optimiser(model.parameters())
+    with backpack(*getattr(made, "extensions", ())):
+        extend(nn.MSELoss())(model(data), torch.rand(N, 3)).backward()
+    with pytest.raises(RuntimeError, match=r"is sparse\. Set sparse=False in the embedding"):
+        made.step()
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_kernels_and_influence_of_sparse_gradients(kind: Any) -> None:
+    layers = [kind(5, 3, sparse=True), *[nn.Flatten()] * (kind is nn.Embedding), nn.Linear(3, 2)]
+    model = nn.Sequential(*layers).double()
+    X, y, loss = torch.randint(5, (N, 1)), torch.arange(N) % 2, nn.CrossEntropyLoss()
+    ps = [*model.parameters()]
+
+    def rows(outputs: Tensor) -> Tensor:
+        each = [torch.autograd.grad(one, ps, retain_graph=True) for one in outputs]
+        return torch.stack([torch.cat([g.to_dense().flatten() for g in row]) for row in each])
+
+    J = rows(model(X).flatten())
+    assert_close(NTK(model, X).to_dense(), J @ J.T)
+    G = rows(F.cross_entropy(model(X), y, reduction="none"))
+    tracin = TracIn(model, loss, [(X, y)], [model.state_dict()], [0.1])
+    assert_close(tracin.scores([(X, y)]), 0.1 * G @ G.T)

@@ -66,6 +66,9 @@ def vjp(
     Returns:
         The product ``Jᵀ w``, zero for inputs that the outputs do not depend on. ``[*x]`` each, or
         ``[V, *x]``; dense where autograd has sparse gradients.
+
+    Raises:
+        NotImplementedError: If a function has no derivative.
     """
     stacked = ws[0].shape[:1] if several else ()
     # autograd refuses constant outputs; they contribute zero.
@@ -84,9 +87,14 @@ def vjp(
                 allow_unused=True,
                 is_grads_batched=several and not alone,
             )
-    except NotImplementedError:
+    except NotImplementedError as error:
         if not several or alone:
-            raise
+            raise NotImplementedError(
+                f"Autograd: {error} Products with the GGN, the Hessian and the Jacobian need its "
+                "second derivatives. Use functions that have them, such as nn.Embedding and a sum "
+                "or mean in the place of nn.EmbeddingBag, or what needs none: DiagonalGGN, "
+                "KroneckerGGN, NTK, GGNMP and HMP have a rule for it."
+            ) from error
         # such as sparse gradients
         slices = zip(*[w.split(1) for w in ws], strict=True)
         each = [vjp(ys, xs, one, retain_graph, detach, several) for one in slices]

@@ -207,7 +207,7 @@ class ExtensionOptimizer(Optimizer):
                 if p.grad.is_sparse:
                     raise RuntimeError(
                         f"{type(self).__name__} needs dense gradients, that of "
-                        f"{self._describe(p)} is sparse."
+                        f"{self._describe(p)} is sparse. Set sparse=False in the embedding."
                     )
                 self._refuse_complex(p)
                 yield group, p, p.grad

@@ -152,7 +152,10 @@ class SOAP(Optimizer):
 
     def _check(self, p: Tensor, grad: Tensor) -> None:
         if grad.is_sparse:
-            raise RuntimeError(f"SOAP needs dense gradients, that of {list(p.shape)} is sparse.")
+            raise RuntimeError(
+                f"SOAP needs dense gradients, that of {list(p.shape)} is sparse. Set sparse=False "
+                "in the embedding."
+            )
         if grad.is_complex():
             raise RuntimeError(
                 f"SOAP needs real parameters, that of {list(p.shape)} is complex. Make it real, "
