@@ -635,6 +635,9 @@ def test_precision_for_other_data_that_is_refused() -> None:
     huber = Laplace(model, nn.SmoothL1Loss(), [(X, y)])
     with pytest.raises(ValueError, match=r"SmoothL1Loss .* says nothing"):
         huber.fit_prior_precision(validation=[(X, y)])
+    two = Laplace(nn.Linear(3, 2), nn.CrossEntropyLoss(), [(X, torch.arange(len(X)) % 2)])
+    with pytest.raises(ValueError, match=r"two classes does not depend.*method='probit'"):
+        two.fit_prior_precision(validation=[(X, torch.arange(len(X)) % 2)], method="bridge")
     with torch.no_grad():
         model[0].weight.mul_(2)  # type: ignore[index]
     with pytest.raises(RuntimeError, match="weights of the model"):

@@ -77,7 +77,7 @@ class Laplace(Predictive):
             ValueError: If no number is between the limits, the curvature has no block for each
                 parameter, is not positive definite with the smallest value, or there is no such
                 kind; with other data if they have no finite likelihood, for another loss than those
-                of :meth:`predict`, and as for :meth:`outputs`.
+                of :meth:`predict`, for the bridge of two classes, and as for :meth:`outputs`.
         """
         _check_limits(lowest, highest, "prior precision")
         if per not in ("model", "layer", "parameter"):
@@ -145,6 +145,11 @@ class Laplace(Predictive):
     ) -> Tensor:
         """Return the loss of a prediction, from mean and covariance of the outputs of a batch."""
         logits = self._logits(mean, covariance, method).reshape(output.shape)
+        if method == "bridge" and mean.shape[1] == 2:
+            raise ValueError(
+                "What the Laplace bridge predicts for two classes does not depend on the prior "
+                "precision, so that validation data cannot choose it. Use method='probit'."
+            )
         if not self._is_normal:
             return self._objective.loss_function(logits, *targets)
         if targets[0].shape != output.shape:
