@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from backpack import assign_samples, backpack, extend, extensions
 from backpack.core.derivatives import check_rule
@@ -1496,6 +1495,8 @@ def test_a_loader_whose_samples_have_as_many_entries_as_there_are_samples() -> N
         with backpack(*optimiser.extensions):
             lossfunc(model(X), y).backward()
         optimiser.step()
+
+
 class Changing(nn.Linear):
     """A layer without a rule that changes its parameters in each forward pass."""
 
@@ -1601,6 +1602,8 @@ def test_layers_without_a_rule_of_some_samples(chosen: list[int]) -> None:
     X, y = batch()
     X[:, 0] = torch.tensor(chosen) - 0.5
     assert_quantities(extend(Model(), use_converter="record"), X, y)
+
+
 def without_autocast(m: Any, x: Tensor) -> Tensor:
     h = m.a(x)
     with torch.autocast("cpu", enabled=False):
@@ -1747,6 +1750,8 @@ def test_noise_that_is_drawn_into_memory_of_the_size_of_the_data(
         expected = torch.autograd.grad(loss, [*model.parameters()])
         for p, g in zip(model.parameters(), expected, strict=True):
             assert_close(p.grad_batch[n], g)
+
+
 class Slopes(nn.Module):
     """A function plus its derivative, by a module with parameters or by a layer inside of it."""
 

@@ -30,8 +30,10 @@ SAY_SO = "If data has its samples along another axis, backpack.assign_samples(x,
 
 FUNCTIONS_THAT_MIX = (
     "If functions just move the samples from the first axis, use "
-    f"extend(model, use_converter=True), which follows them. {SAY_SO}"
+    "extend(model, use_converter=True), which follows them."
 )
+
+OF_DATA = "functions of the data before"
 
 FUNCTIONS_BESIDE = (
     "The functions are no part of the converted model: call them in its forward if they just "
@@ -118,6 +120,7 @@ class Findings:
             advice = [MODULES_THAT_MIX] if self.modules else []
             of_functions = FUNCTIONS_BESIDE if self.is_converted else FUNCTIONS_THAT_MIX
             advice += [of_functions] if self.functions else []
+            advice += [SAY_SO] if any(OF_DATA in name for name in self.functions) else []
             if any(node in name for node in ADDING_ROWS for name in self.functions):
                 advice.append(NODES_OF_GRAPHS)
             advice += [LOSS_THAT_MIXES] if in_loss else []

@@ -19,7 +19,7 @@ from backpack.core.derivatives.elementwise_losses import ElementwiseLossDerivati
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.engine import checks
-from backpack.core.engine.findings import Findings
+from backpack.core.engine.findings import OF_DATA, Findings
 from backpack.core.engine.foreign_uses import ForeignUses
 from backpack.core.engine.functions_apart import are_apart
 from backpack.core.engine.intercept import Entry
@@ -221,7 +221,7 @@ class SampleFlow:
             return
         axis = _axis_read(call, i)
         if axis < x.dim() and any(given.is_moved(x, axis, i == 0) for given in self.given):
-            self.found.functions[f"functions of the data before {describe(call.module)}"] = None
+            self.found.functions[f"{OF_DATA} {describe(call.module)}"] = None
 
     def _check_loss(self, call: Visit, i: int, mark: Origin) -> None:
         """Notice samples that a reshape has brought together in one row of a loss."""
