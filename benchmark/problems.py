@@ -101,11 +101,24 @@ def small_cnn(activation: type[nn.Module], classes: int) -> nn.Module:
 
 
 def narrowing_cnn(classes: int) -> nn.Module:
-    """Convolutions to 2×2 positions, and a dense layer."""
+    """Padded convolutions to 2×2 positions, and a dense layer."""
     layers: list[nn.Module] = []
     for channels, out in pairwise((3, 32, 64, 64)):
-        layers += [nn.Conv2d(channels, out, 3, stride=2, padding=1), nn.ReLU()]
+        layers += [nn.ZeroPad2d(1), nn.Conv2d(channels, out, 3, stride=2), nn.ReLU()]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, classes))
+
+
+def decoder(classes: int) -> nn.Module:
+    """Transposed convolutions from 2×2 positions."""
+    return nn.Sequential(
+        nn.Linear(16, 512),
+        nn.Unflatten(1, (128, 2, 2)),
+        nn.ConvTranspose2d(128, 64, 4, stride=2, padding=1),
+        nn.ReLU(),
+        nn.ConvTranspose2d(64, 3, 4, stride=2, padding=1),
+        nn.Flatten(),
+        nn.Linear(192, classes),
+    )
 
 
 def char_lstm(layers: Layers, vocabulary: int, hidden: int) -> nn.Module:
@@ -486,11 +499,19 @@ LAYERS = _named(
     ),
     Problem(
         "many-classes",
-        "Three convolutions, 16×16, 200 classes, N=16",
+        "Three padded convolutions, 16×16, 200 classes, N=16",
         lambda _: narrowing_cnn(200),
         reals(16, 3, 16, 16),
         200,
         16,
+    ),
+    Problem(
+        "decoder",
+        "Two transposed convolutions to 8×8, N=64",
+        lambda _: decoder(10),
+        reals(64, 16),
+        10,
+        64,
     ),
     _mlp("bottleneck", "MLP 256-256-256-8-256-500, N=64", 256, 256, 256, 8, 256, 500, batch=64),
 )

@@ -104,14 +104,11 @@ class ConvTransposeNDDerivatives(ConvolutionDerivatives):
         self, c: Context, name: str, v: Any, wanted: Set[str], weights: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Reduce the individual products; norms by Gram matrices, if that is cheaper."""
-        if name == "weight" and wanted == {"square_norm"}:
-            groups = c.module.groups
-            # groups are further samples: their squared norms add up
-            x = c.x.flatten(2).unflatten(1, (groups, -1)).flatten(0, 1).mT  # [N·G, T, I/G]
-            s = self._unfold(c, v).flatten(1, 2).mT  # [V, N·G, T, O/G·k]
-            if affine.gram_is_cheaper(len(s), s.shape[3], *x.shape[1:]):
-                norms = affine.square_norm(s, x).unflatten(0, (-1, groups))
-                return {"square_norm": norms.sum(1)}
+        if name == "weight" and wanted <= {"gradient", "square_norm"}:
+            x = c.x.flatten(2).unflatten(1, (c.module.groups, -1)).flatten(0, 1).mT
+            features = c.params["weight"].shape[1:].numel()
+            if affine.gram_is_cheaper(len(v), features, *x.shape[1:]):
+                return self._by_gram(c, v, wanted, lambda: (self._unfold(c, v).flatten(1, 2).mT, x))
         return super().reduced(c, name, v, wanted, weights)
 
     def kron_rows(self, c: Context, name: str, v: Any, approximation: str | None = None) -> Tensor:

@@ -211,6 +211,22 @@ class ConvolutionDerivatives(BaseDerivatives):
             return reductions.of_products(self.bias_vjp(c, v), wanted, weights)
         return super().reduced(c, name, v, wanted, weights)
 
+    def _by_gram(
+        self, c: Context, v: Tensor, wanted: Set[str], pair: Callable[[], tuple[Tensor, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Reduce products with the weight to norms, by Gram matrices, and to the gradient.
+
+        A pair has ``[V, N·G, T, O]`` and ``[N·G, T, I]``: groups are further samples, whose squared
+        norms add up.
+        """
+        values = {}
+        if "square_norm" in wanted:
+            norms = affine.square_norm(*pair())
+            values["square_norm"] = norms.unflatten(0, (-1, c.module.groups)).sum(1)
+        if "gradient" in wanted:
+            values["gradient"] = self.param_vjp_sum(c, "weight", v).sum(0)
+        return values
+
 
 @register(Conv1d, Conv2d, Conv3d)
 class ConvNDDerivatives(ConvolutionDerivatives):
@@ -320,16 +336,12 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         features = p.shape[1:].numel()
         sizes = (num_v, num_o // groups, positions, features)
         if wanted <= {"gradient", "square_norm"} and affine.gram_is_cheaper(*sizes):
-            values = {}
-            if "square_norm" in wanted:
-                # groups are further samples: their squared norms add up
-                by_group = s.flatten(1, 2).mT  # [V, N·G, T, O/G]
-                rows = self._unfold(c, moves, x).flatten(0, 1).mT  # [N·G, T, I/G·k]
-                norms = affine.square_norm(by_group, rows)
-                values["square_norm"] = norms.unflatten(0, (-1, groups)).sum(1)
-            if "gradient" in wanted:
-                values["gradient"] = self.param_vjp_sum(c, "weight", v).sum(0)
-            return values
+            return self._by_gram(
+                c,
+                v,
+                wanted,
+                lambda: (s.flatten(1, 2).mT, self._unfold(c, moves, x).flatten(0, 1).mT),
+            )
 
         def by_patches(samples: slice) -> reductions.Multiply:
             rows = self._unfold(c, moves, x[samples]).mT.flatten(0, 1)

@@ -225,8 +225,10 @@ class ModuleState:
         What it makes itself is where the program makes tensors.
         """
         with turn(self.module):
-            if self.has_other_options and not self.attributes:  # another thread has just had them
-                self.module = self.with_options()
+            # another thread may have just had them; a copy is of this call alone
+            is_shared = self.module is self.called and not self.attributes
+            if is_shared and self.has_other_options and holds_itself(self.module):
+                self.with_options()
             each = [(self.module, self.training)]
             if self.modes:
                 each = list(zip(self.module.modules(), self.modes, strict=False))
