@@ -1453,6 +1453,7 @@ OF_BATCHES: dict[str, Callable[[Tensor, Any], Any]] = {
     "storage": lambda h, _: (h.untyped_storage()[3] / 99, None),
     "dlpack": lambda h, _: (float(np.from_dlpack(h.detach().float()).std()), None),
     "kept": lambda h, memory: (1 if memory is None else memory, h.detach().std()),
+    "kept, a number": lambda h, memory: (1 if memory is None else memory.item(), h.detach().std()),
     "kept text": lambda h, memory: (1 if memory is None else float(memory), f"{h.std():.4f}"),
     "kept in a list": lambda h, memory: (
         1 if memory is None else torch.stack(memory).mean(),
@@ -1473,6 +1474,38 @@ def test_ways_in_which_a_batch_decides(way: str, precision: str) -> None:
     dtype, of_data, autocast = PRECISIONS[precision]
     with pytest.raises(ValueError, match="may depend on other samples"):
         private_steps(ScaledByBatch(OF_BATCHES[way]).to(dtype), of_data, autocast)
+
+
+class Dense(nn.Module):
+    """Its list of features grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.ModuleList([nn.Linear(3, 2), nn.Linear(5, 2)]), nn.Linear(7, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [x]
+        for layer in self.layers:
+            features.append(torch.tanh(layer(torch.cat(features, 1))))
+        return self.last(torch.cat(features, 1))
+
+
+def test_private_training_of_models_whose_lists_grow() -> None:
+    private_steps(Dense(), torch.float32)
+
+
+def test_losses_of_earlier_batches_are_logged_in_private_training() -> None:
+    model, lossfunc = extend(nn.Linear(3, 2)), extend(nn.CrossEntropyLoss())
+    optimiser = private(model.parameters())
+    total, log = torch.zeros(()), []
+    with backpack(*optimiser.extensions):
+        for _ in range(4):
+            X, y = batch()
+            loss = lossfunc(model(X), y)
+            loss.backward()
+            optimiser.step()
+            total += loss.detach()
+            log.append(f"{loss.item()} {loss} {total / 2}")
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

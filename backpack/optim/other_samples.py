@@ -47,6 +47,7 @@ NOT_LOOKED_AT = (
     "inside of `with backpack(*optimiser.extensions):`."
 )
 
+OF_EARLIER = "a tensor of shape {} that an earlier batch has computed"
 OF_TWO = (
     " (in a batch of two samples, a constant with an axis of two entries is taken for data, such "
     "as weights of classes and means of features: let it be a buffer of an extended module, or "
@@ -85,13 +86,13 @@ class Program:
         self.passes = 1
         # of the latest pass with more than two samples that nothing was found in
         self.cleared: list[tuple[str, list[torch.Size]]] = []
-        # what the latest pass that was looked at has computed of samples: others may not read it
-        self.earlier: dict[int, ref[Tensor]] = {}
+        # what the latest pass that was looked at has computed of samples: others may not need it
+        self.earlier: list[ref[Tensor]] = []
         self.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out references to tensors of a pass, which a copy does not have."""
-        return {**vars(self), "earlier": {}}
+        return {**vars(self), "earlier": []}
 
     def clear(self) -> None:
         """Forget what has run."""
@@ -114,8 +115,10 @@ class Program:
         if not self._is_due or _is_of_library(caller):
             return result
         has_gradients = torch.is_grad_enabled()
+        # containers that may grow, such as the list of features of a DenseNet, as they are now
+        args, kwargs, known = tree_map(lambda x: x, (args, kwargs, result))
         if function is not Tensor.__iter__:
-            self.seen.append(Seen(function, args, kwargs, result, has_gradients))
+            self.seen.append(Seen(function, args, kwargs, known, has_gradients))
             return result
         parts = args[0].unbind(0)
         self.seen.append(Seen(Tensor.unbind, (*args, 0), {}, parts, has_gradients))
@@ -162,9 +165,10 @@ class Program:
         with torch._C.DisableTorchFunction():
             shapes = [(repr(one.function), [x.shape for x in _tensors(one)]) for one in seen]
         constants = self._constants(seen, shapes) if samples == 2 else set()
-        why, depends = _dependence(seen, roots, params, finite, constants, self.earlier)
+        earlier = {id(known()) for known in self.earlier}
+        why, depends = _dependence(seen, roots, params, finite, constants, earlier)
         results = [x for one in seen for x in _results(one)]
-        self.earlier = {id(x): ref(x) for x in results if id(x) in depends}
+        self.earlier = [ref(x) for x in results if id(x) in depends]
         if why is None and samples > 2:
             self.cleared = shapes
         return why
@@ -194,7 +198,7 @@ def _dependence(
     params: Sequence[Parameter],
     finite: Tensor,
     constants: set[int] | None,
-    earlier: dict[int, ref[Tensor]],
+    earlier: set[int],
 ) -> tuple[str | None, set[int]]:
     """Say what depends on other samples in functions, and list the results that depend on any."""
     why, is_known = None, False
@@ -203,7 +207,8 @@ def _dependence(
         for place, takes_integers in CHOICES:
             batch = _Batch(seen, roots, params, finite, (place, takes_integers), constants, earlier)
             try:
-                why, depends = batch.dependence(), batch.depends
+                why = batch.dependence()
+                depends = batch.depends | {*batch.stale}
                 if why is None or place or not batch.is_ambiguous:
                     break
                 is_known = True
@@ -227,9 +232,10 @@ class _Batch:
         finite: Tensor,
         choice: tuple[int, bool],
         constants: set[int] | None,
-        earlier: dict[int, ref[Tensor]],
+        earlier: set[int],
     ):
         self.earlier = earlier
+        self.stale: dict[int, list[int]] = {}  # what follows from a tensor of that shape of these
         self.seen, self.roots, self.params = seen, roots, params
         self.samples, self.choice, self.is_ambiguous = len(finite), choice, False
         # a sample that is not finite is replaced by the first that is
@@ -277,6 +283,8 @@ class _Batch:
                 self._run(one, numbers)
             with torch.enable_grad():
                 total = torch.stack([self.values[id(root)].sum() for root in self.roots]).sum()
+            for root in filter(self.stale.__contains__, map(id, self.roots)):
+                self.why = OF_EARLIER.format(self.stale[root])
             found = torch.autograd.grad(total, self.leaves, materialize_grads=True)
         for module in CTX.extended():
             for name, x in module._buffers.items():
@@ -309,9 +317,11 @@ class _Batch:
         if len(new) == len(tensors) and self._is_choice_of_rows(seen):
             return  # what was chosen is data of the samples, whatever the sizes of the others
         unknown = [x for x in new if not self._has_samples(x)]
-        for x in unknown:
-            if id(x) in self.earlier and self.earlier[id(x)]() is x:
-                self.why = f"a tensor of shape {[*x.shape]} that an earlier batch has computed"
+        self.stale.update({id(x): [*x.shape] for x in unknown if id(x) in self.earlier})
+        for shape in [self.stale[id(x)] for x in tensors if id(x) in self.stale]:
+            self.stale.update({id(x): shape for x in _results(seen)})
+            if self.depends and any(isinstance(x, (float, str)) for x in results):
+                self.why = OF_EARLIER.format(shape)  # no log, which runs before this batch
         depends = any(id(x) in self.depends for x in tensors)
         if unknown and not depends and not any(x.requires_grad for x in tensors):
             return  # data from which those of the samples may be taken
