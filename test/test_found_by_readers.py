@@ -1430,8 +1430,10 @@ class ScaledByBatch(nn.Module):
         return self.last(torch.tanh(h) * factor)
 
 
-def private_steps(model: nn.Module, dtype: torch.dtype, autocast: bool = False) -> None:
-    model, lossfunc = extend(model), extend(nn.CrossEntropyLoss())
+def private_steps(
+    model: nn.Module, dtype: torch.dtype, autocast: bool = False, use_converter: Any = False
+) -> None:
+    model, lossfunc = extend(model, use_converter=use_converter), extend(nn.CrossEntropyLoss())
     optimiser = private(model.parameters())
     for _ in range(2):
         X, y = batch()
@@ -1491,7 +1493,19 @@ class Dense(nn.Module):
 
 
 def test_private_training_of_models_whose_lists_grow() -> None:
-    private_steps(Dense(), torch.float32)
+    private_steps(Dense(), torch.float64)
+
+
+def filled(h: Tensor, _: Any) -> tuple[Tensor, None]:
+    factor = torch.zeros_like(h)
+    factor[:, 1:] = h[:, :-1]
+    factor[:, 1:] += h[:, 1:]
+    return factor, None
+
+
+@pytest.mark.parametrize("use_converter", [False, "record"])
+def test_private_training_of_models_that_fill_tensors(use_converter: Any) -> None:
+    private_steps(ScaledByBatch(filled), torch.float64, use_converter=use_converter)
 
 
 def test_losses_of_earlier_batches_are_logged_in_private_training() -> None:

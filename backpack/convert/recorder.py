@@ -85,7 +85,7 @@ from backpack.core.record.lookup import (
 )
 from backpack.core.record.origins import origin, own_node
 from backpack.core.record.tape import record
-from backpack.core.record.weights import TENSORS
+from backpack.core.record.weights import TENSORS, storage_of
 from backpack.custom_module.function_module import Slot, map_leaves
 from backpack.custom_module.parameter_module import ParameterModule
 
@@ -598,11 +598,11 @@ def _formers(changing: Tensor, arguments: Any) -> Any:
 
     Autograd puts the change into their history as well, and what is recorded would own its future.
     """
-    storage = changing.untyped_storage().data_ptr()
+    storage = storage_of(changing)
 
     def former(x: Any) -> Any:
         has_memory = isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested
-        return former_of(x) if has_memory and x.untyped_storage().data_ptr() == storage else x
+        return former_of(x) if has_memory and storage_of(x) == storage else x
 
     return map_leaves(former, arguments)
 
