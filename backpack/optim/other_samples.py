@@ -16,7 +16,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_leaves, tree_map
 
 from backpack.context import CTX, disable
@@ -66,13 +66,14 @@ OF_MEMORY: Any = (Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage,
 
 
 class Seen(NamedTuple):
-    """A function that has run, and whether gradients were enabled."""
+    """A function that has run, whether gradients were enabled, and whether a module has called."""
 
     function: Callable[..., Any]
     args: Any
     kwargs: Any
     result: Any
     has_gradients: bool
+    is_inside: bool
 
 
 class Program:
@@ -111,17 +112,17 @@ class Program:
         """
         caller = sys._getframe(2)
         if self._is_due and caller.f_code is BackpackOutput.forward.__code__:
-            self.seen.append(Seen(Tensor.view_as, (args[0], args[0]), {}, result, True))
-        if not self._is_due or _is_of_library(caller):
+            self.seen.append(Seen(Tensor.view_as, (args[0], args[0]), {}, result, True, False))
+        if not self._is_due or _is_called_by("backpack.core", caller):
             return result
-        has_gradients = torch.is_grad_enabled()
+        modes = torch.is_grad_enabled(), _is_called_by(Module.__module__, caller)
         # containers that may grow, such as the list of features of a DenseNet, as they are now
         args, kwargs, known = tree_map(lambda x: x, (args, kwargs, result))
         if function is not Tensor.__iter__:
-            self.seen.append(Seen(function, args, kwargs, known, has_gradients))
+            self.seen.append(Seen(function, args, kwargs, known, *modes))
             return result
         parts = args[0].unbind(0)
-        self.seen.append(Seen(Tensor.unbind, (*args, 0), {}, parts, has_gradients))
+        self.seen.append(Seen(Tensor.unbind, (*args, 0), {}, parts, *modes))
         return iter(parts)
 
     def dependence(self, params: Sequence[Parameter], norms: Sequence[Tensor]) -> str | None:
@@ -300,7 +301,7 @@ class _Batch:
         return list(found)
 
     def _run(self, seen: Seen, numbers: list[Any]) -> None:
-        function, args, kwargs, result, has_gradients = seen
+        function, args, kwargs, result, has_gradients, is_inside = seen
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         results = tree_leaves(result)
         if not tensors:
@@ -320,8 +321,8 @@ class _Batch:
         self.stale.update({id(x): [*x.shape] for x in unknown if id(x) in self.earlier})
         for shape in [self.stale[id(x)] for x in tensors if id(x) in self.stale]:
             self.stale.update({id(x): shape for x in _results(seen)})
-            if self.depends and any(isinstance(x, (float, str)) for x in results):
-                self.why = OF_EARLIER.format(shape)  # no log, which runs before this batch
+            if is_inside and any(isinstance(x, (float, str)) for x in results):  # else a log
+                self.why = OF_EARLIER.format(shape)
         depends = any(id(x) in self.depends for x in tensors)
         if unknown and not depends and not any(x.requires_grad for x in tensors):
             return  # data from which those of the samples may be taken
@@ -469,8 +470,8 @@ def _add_up(*gradients: Sequence[Tensor]) -> bool:
     return difference <= rounding**0.6 * max(sizes)
 
 
-def _is_of_library(frame: Any) -> bool:
-    """Whether this library, and not the program, has called a function."""
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith("backpack.core"):
+def _is_called_by(package: str, frame: Any) -> bool:
+    """Whether a frame, or one that has called it, runs code of a package."""
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith(package):
         frame = frame.f_back
     return frame is not None
