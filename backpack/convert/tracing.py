@@ -617,6 +617,8 @@ class BackpackTracer(Tracer):
 
         def answered(name: str, original: Callable[[Any, Any], bool]) -> Callable[..., bool]:
             def wrapper(value: Any, what: Any) -> bool:
+                if type(value) is TrainingFlag and _is_users(sys._getframe(1)):
+                    value = value.mode
                 known = type(value) in (_Proxy, _Attribute, _StateProxy) and _asks_for_user(
                     sys._getframe(1)
                 )
@@ -637,7 +639,8 @@ class BackpackTracer(Tracer):
             return wrapper
 
         def noted(error: TraceError, *args: Any) -> None:
-            refused.append(error)
+            if get_ident() == thread:
+                refused.append(error)
 
         patches: list[tuple[Any, str, Any]] = [
             *((torch, name, recorded(getattr(torch, name))) for name in STRICT),

@@ -57,8 +57,13 @@ class TrainingFlag:
         """Let proxies record a function; compute with the mode if there is none."""
         if any(issubclass(each, Proxy) for each in types):
             return NotImplemented
-        args, kwargs = map_leaves(lambda x: bool(x) if type(x) is cls else x, (args, kwargs or {}))
+        args, kwargs = map_leaves(cls._told, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+    @classmethod
+    def _told(cls, x: Any) -> Any:
+        """Return the mode of a flag, which is asked for; anything else as it is."""
+        return bool(x) if type(x) is cls else x
 
     @classmethod
     def ask(cls, name: str) -> None:
@@ -67,7 +72,7 @@ class TrainingFlag:
         def method(self: TrainingFlag, *others: Any) -> Any:
             if not any(isinstance(other, Proxy) for other in others):  # which record it
                 self.asked()
-            return plain(self.mode, *others)
+            return plain(self.mode, *map(cls._told, others))
 
         plain = getattr(bool, name)
         setattr(cls, name, method)
