@@ -487,7 +487,7 @@ class Backpropagation:
         work = 0
         for each in self.plan.going_on:
             if each.index <= call.index:
-                fan_in = sum([p.numel() // max(1, len(p)) for p in each.params.values()])
+                fan_in = sum([prod(p.shape[1:]) for p in each.params.values()])
                 work += max(1, fan_in) * each.outputs[0].numel() // max(1, self.plan.base)
         return work
 
