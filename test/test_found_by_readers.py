@@ -1278,6 +1278,75 @@ def test_training_modes_as_indices_and_keys_in_traced_models(function: Any) -> N
         model.eval()
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda mode, other: 2.0 if mode == other else 1.0,
+        lambda mode, other: 2.0 if mode != other else 1.0,
+        lambda mode, other: mode + other,
+        lambda mode, other: 2.0 if mode in (other,) else 1.0,
+        lambda mode, other: len({mode, other}),
+        lambda mode, other: 2.0 if isinstance(mode, bool) else 1.0,
+    ],
+    ids=["==", "!=", "+", "in", "set", "isinstance"],
+)
+def test_two_training_modes_in_traced_models(function: Any) -> None:
+    """Modes are compared, and have the class of a mode."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Dropout(0.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * function(self.training, self.part.training)
+
+    X = torch.rand(N, 3)
+    assert_close(extend(Model(), use_converter="trace")(X), Model()(X))
+
+
+def test_weights_that_a_module_without_a_rule_clips() -> None:
+    """Changes of `data` count as changes in place where samples are computed at once."""
+
+    class Clipped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data.clamp_(-0.5, 0.5)
+            return torch.tanh(x @ self.weight)
+
+    model, lossfunc = nn.Sequential(nn.Linear(3, 3), Clipped()).double(), nn.MSELoss()
+    X, y = torch.rand(N, 3).double(), torch.rand(N, 3).double()
+    expected = oracle.batch_grad(model, lossfunc, X, y)
+    with backpack(extensions.BatchGrad()):
+        extend(lossfunc)(extend(model)(X), y).backward()
+    for p, gradients in zip(model.parameters(), expected, strict=True):
+        assert_close(p.grad_batch, gradients)
+
+
+def test_scalar_parameter_before_a_bottleneck_without_a_rule() -> None:
+    """Fewer columns may be worth it: what the layers before it take is estimated."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin() * self.scale
+
+    layers = nn.Linear(40, 2), Scale(), nn.Linear(2, 10)
+    model, lossfunc = nn.Sequential(*layers).double(), nn.CrossEntropyLoss()
+    X, y = torch.rand(N, 40).double(), torch.arange(N)
+    expected = oracle.ggn_diag(model, lossfunc, X, y)
+    with backpack(extensions.DiagGGNExact()):
+        extend(lossfunc)(extend(model)(X), y).backward()
+    for p, diagonal in zip(model.parameters(), expected, strict=True):
+        assert_close(p.diag_ggn_exact, diagonal)
+
+
 def test_hooks_of_compiled_modules_without_a_rule_are_called_once() -> None:
     model, X, calls = Stateful(lambda m: None), torch.rand(N, 3), []
     model.register_forward_hook(lambda *_: calls.append(0))

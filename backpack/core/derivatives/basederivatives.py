@@ -192,14 +192,15 @@ class BaseDerivatives(ParameterProducts):
         args, keywords = c.call.arguments(inputs)
         with c.call.as_it_was(c.call.precision):
             buffers = {name: buffer.clone() for name, buffer in c.module.named_buffers()}
-            # a module may change parameters, such as averages: the first evaluation tells
+            # a module may change parameters, such as averages: the first evaluation tells, but not
+            # of `data` that stays the same, which counts as changed in a transform alone
             own = dict(c.module.named_parameters(remove_duplicate=False))
             given, changed = {own.get(name) for name in params}, c.saved.get("changed parameters")
             named = {name: p for name, p in c.module.named_parameters() if p not in given}
             copies = {
                 name: Copy.make(p)
                 for name, p in {**named, **params}.items()
-                if changed is None or name in changed
+                if changed is None or name in changed or in_transform()
             }
             replaced = {name: copy.value for name, copy in copies.items()}
             state = {**buffers, **params, **replaced}
