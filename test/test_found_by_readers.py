@@ -1474,6 +1474,29 @@ def test_threads_that_evaluate_a_module_that_holds_itself(scales: tuple[float, .
         assert_close(diagonals(model), diagonals(other))
 
 
+@pytest.mark.filterwarnings("ignore:No rule for")
+def test_a_loss_without_a_rule_that_a_thread_calls_while_another_evaluates_it() -> None:
+    """Only the evaluation does without hooks."""
+    waiting: list[Callable[[], Tensor]] = []
+    found: list[Tensor] = []
+
+    class Loss(nn.Module):
+        def forward(self, f: Tensor, y: Tensor) -> Tensor:
+            with ThreadPoolExecutor(1) as pool:
+                while waiting:
+                    found.append(pool.submit(waiting.pop()).result())
+            return (f - y).square().mean()
+
+    lossfunc, X, y = extend(Loss()), torch.rand(N, 3), torch.rand(N, 2)
+    model, other = extend(nn.Linear(3, 2)), extend(nn.Linear(3, 2))
+    loss = lossfunc(model(X), y)
+    waiting.append(lambda: lossfunc(other(X), y))
+    with backpack(extensions.DiagGGNExact()):
+        loss.backward()
+        found[0].backward()
+    assert_close(diagonals(other), diagonals(model))  # the output has no part in it
+
+
 def diagonals(model: nn.Module) -> list[Any]:
     return [p.diag_ggn_exact for p in model.parameters()]  # type: ignore[attr-defined]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import partial
+from threading import get_ident
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -57,8 +58,13 @@ def attributes_kept(module: Module, saved: dict[str, Any] | None = None) -> Iter
     states = [(m, vars(m), dict(vars(m))) for m in module.modules()]
     copies: Copies | None = {} if saved is None or saved.get("changes tensors", True) else None
     undo: Undo = {}
+    forward, called, thread = module.forward, module._call_impl, get_ident()
+
+    def evaluated(*args: Any, **kwargs: Any) -> Any:
+        return (forward if get_ident() == thread else called)(*args, **kwargs)
+
     # past all hooks, those of all modules included, and past what was compiled with them
-    vars(module).update(_call_impl=module.forward, _compiled_call_impl=None)
+    vars(module).update(_call_impl=evaluated, _compiled_call_impl=None)
     try:
         for m, own, _ in states:
             own.update({name: _lent(value, undo, copies) for name, value in added(m).items()})
