@@ -380,8 +380,9 @@ def _hidden_question(code: CodeType) -> str:
         compares = value == "Tensor" and last in ("IS_OP", "COMPARE_OP")
         if compares or name in ("MATCH_CLASS", "MATCH_SEQUENCE", "MATCH_MAPPING"):
             return (
-                "asks for a class by match, or by type(x) is Tensor, which nothing can follow: "
-                "write if isinstance(x, Tensor)."
+                "asks what something is by match, or by type(x) is Tensor, which nothing can "
+                "follow: write if isinstance(x, Tensor), or use extend(model, "
+                "use_converter='record')."
             )
     return ""
 
