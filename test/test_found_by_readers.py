@@ -1867,17 +1867,21 @@ def test_modes_of_constants_and_of_other_threads_while_a_model_is_traced() -> No
 
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize(
-    ("method", "options"),
+    ("name", "options"),
     [
         *(("bernoulli_", [0.5]), ("normal_", [0.0, 0.1]), ("uniform_", []), ("random_", [1, 5])),
         *(("exponential_", []), ("geometric_", [0.5]), ("cauchy_", []), ("log_normal_", [])),
+        *(("init.normal_", []), ("init.uniform_", [])),
     ],
 )
 def test_noise_that_is_drawn_into_memory_of_the_size_of_the_data(
-    method: str, options: Any, size: int
+    name: str, options: Any, size: int
 ) -> None:
+    owner: Any = nn.init if name.startswith("init.") else Tensor
+    fill = getattr(owner, name.removeprefix("init."))
+
     def forward(m: Any, x: Tensor) -> Tensor:
-        m.noise = getattr(x.new_empty((len(x), size)), method)(*options)
+        m.noise = fill(x.new_empty((len(x), size)), *options)
         return m.b(m.a(x) * m.noise)
 
     model = extend(type("Model", (Traced,), {"function": forward})(), use_converter="record")

@@ -290,6 +290,8 @@ class Recorder(TorchFunctionMode):
 
     def _follow(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
         """Run a function that no gradient flows through, and follow the samples."""
+        if not args and "tensor" in kwargs:  # torch.nn.init.normal_(tensor=x)
+            args, kwargs = (kwargs["tensor"],), {k: x for k, x in kwargs.items() if k != "tensor"}
         if getattr(func, "__name__", "") in FILLING:
             filled = layout_of(args[0])
             if filled is not None and filled.lost == UNFILLED:
