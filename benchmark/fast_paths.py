@@ -285,7 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
         values = {kind: getattr(one, kind) for kind in ("time", "memory")}
         ratios = [f"{kind} {value:.2f}" for kind, value in values.items() if value is not None]
         what = one.reason or ", ".join(ratios)
-        console.print(f"{one.problem:16}{one.quantity:36}{one.path:48}{what}")
+        console.print(f"{one.problem:18}{one.quantity:36}{one.path:48}{what}")
 
     figures = measure(args, show, circumstances(args))
     for kind in ("time", "memory"):

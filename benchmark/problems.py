@@ -506,6 +506,14 @@ LAYERS = _named(
         16,
     ),
     Problem(
+        "many-words",
+        "Embedding of 12 words out of 5000, N=32",
+        lambda _: nn.Sequential(nn.Embedding(5000, 32), nn.Flatten(), nn.Linear(384, 5)),
+        integers(5000, 32, 12),
+        5,
+        32,
+    ),
+    Problem(
         "decoder",
         "Two transposed convolutions to 8×8, N=64",
         lambda _: decoder(10),
