@@ -1498,7 +1498,7 @@ def test_a_loss_without_a_rule_that_a_thread_calls_while_another_evaluates_it() 
 
 
 def diagonals(model: nn.Module) -> list[Any]:
-    return [p.diag_ggn_exact for p in model.parameters()]  # type: ignore[attr-defined]
+    return [p.diag_ggn_exact for p in model.parameters()]
 
 
 # ------------------------------------------------------------------ private training

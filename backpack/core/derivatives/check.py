@@ -141,7 +141,7 @@ def check_rule(module: Module, *inputs: Any) -> None:
         called = _called_children(module)
         try:
             outputs = flatten_outputs(module(*leaves))
-        except Exception as error:
+        except Exception as error:  # modules of users raise anything
             shapes = [list(x.shape) if isinstance(x, Tensor) else x for x in inputs]
             raise ValueError(
                 f"check_rule calls {describe(module)} in double precision, with inputs {shapes}, "
