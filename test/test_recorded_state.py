@@ -175,6 +175,26 @@ def test_a_module_whose_attributes_hold_it(which: str | None) -> None:
         assert vars(layer).get("calls") == calls
 
 
+@pytest.mark.parametrize("holds_itself", [False, True])
+def test_a_known_layer_with_other_options(holds_itself: bool) -> None:
+    """Whatever its attributes hold, its formulas read the options of the call."""
+
+    def diagonal(changes: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = extend(nn.Sequential(nn.Linear(4, 3), nn.LeakyReLU(0.1), nn.Linear(3, 2)))
+        activation: Any = model[1]
+        if holds_itself:
+            activation.own = activation.extra_repr
+        loss = extend(nn.MSELoss())(model(torch.randn(5, 4)), torch.rand(5, 2))
+        if changes:
+            activation.negative_slope = 0.9
+        with backpack(DiagGGNExact()):
+            loss.backward()
+        return model[0].weight.diag_ggn_exact
+
+    torch.testing.assert_close(diagonal(changes=True), diagonal(changes=False))
+
+
 def test_products_of_the_attributes_of_their_call() -> None:
     """Also of those that are tensors or functions, and were replaced since."""
     layer: Any = nn.Linear(4, 3)

@@ -175,26 +175,16 @@ def with_gradients(inputs: Sequence[Any], needed: Sequence[int]) -> list[Any]:
 
 
 def evaluated_again(evaluation: Evaluation) -> tuple[list[Parameter], bool]:
-    """Evaluate a call again, apart from the program; the module that was called if a copy reads it.
+    """Evaluate a call again, apart from the program.
 
     Returns:
-        The parameters that outputs depend on other than as arguments or own parameters. And whether
-        the call gives the same, and draws nothing: a draw may come out as before by chance, but the
-        derivatives would draw once more.
+        The parameters that outputs depend on other than as arguments or own parameters: they are
+        upstream while the known are detached. And whether the call gives the same, and draws
+        nothing: a draw may come out as before by chance, but the derivatives would draw once more.
     """
     c = evaluation.c
-    hidden, is_repeatable = _evaluated_again(evaluation)
-    if c.module is not c.call.called and (hidden or not is_repeatable):
-        c.module = c.call.let_called_be_evaluated()
-        hidden, is_repeatable = _evaluated_again(evaluation)
-    return hidden, is_repeatable
-
-
-def _evaluated_again(evaluation: Evaluation) -> tuple[list[Parameter], bool]:
-    """Evaluate a call; parameters are hidden if they are upstream while the known are detached."""
-    c = evaluation.c
     with c.call.as_it_was():  # it may have tied some since
-        own = {name: c.params[name] for name in evaluation.rule.own(c.module)}
+        own = {name: c.params[name] for name in evaluation.rule.own(c.evaluated)}
     trained = ((n, p) for n, p in own.items() if p is not None and p.requires_grad)
     values: dict[Any, Tensor] = {n: p.detach() for n, p in trained}  # `evaluate` copies the others
     inputs = [x.detach() if isinstance(x, Tensor) else x for x in evaluation.inputs]

@@ -32,9 +32,8 @@ from backpack.core.record.alive import all_live_calls
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.generators import evaluated_alike, evaluated_apart
-from backpack.core.record.kept_attributes import attributes_kept
 from backpack.core.record.layout import Layout, Place
-from backpack.core.record.module_state import describe, turn
+from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register, register_fallback
 from backpack.core.record.visits import Visit
 from backpack.core.values import at_least_single
@@ -55,6 +54,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
     Hessian products do not.
     """
 
+    _may_change_attributes = True
     batch_axis = BatchAxis.LEADING
     trailing_axes = constant(0)
     _mixing: ClassVar[Known] = WeakKeyDictionary()
@@ -73,7 +73,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
 
     def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
         """Return the loss for other inputs and parameters; what the user sees does not change."""
-        with turn(c.module), attributes_kept(c.module, c.saved), torch.enable_grad():
+        with torch.enable_grad():
             return super().evaluate(c, params, *with_gradients(inputs, self.predictions(c)))
 
     def evaluation(self, c: Context) -> Evaluation:

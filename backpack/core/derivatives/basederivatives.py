@@ -12,6 +12,7 @@ cotangents ``v`` and tangents ``t`` hold the rows ``c.rows`` of the batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +25,12 @@ from backpack.core.derivatives.interface import own_attributes
 from backpack.core.derivatives.parameters import ParameterProducts
 from backpack.core.derivatives.vectors import listed
 from backpack.core.record.context import Context, context_of
-from backpack.core.record.kept_attributes import Copy, changed_copies, in_transform
+from backpack.core.record.kept_attributes import (
+    Copy,
+    attributes_kept,
+    changed_copies,
+    in_transform,
+)
 from backpack.core.record.module_state import describe
 from backpack.core.record.visits import Visit
 from backpack.core.rows import one_by_one
@@ -73,6 +79,8 @@ class BaseDerivatives(ParameterProducts):
     tangents ``t`` at its inputs, ``[V, *in]``. Of several outputs or inputs, ``v`` or ``t`` is a
     list with one entry (or None) for each, and a result is a tuple.
     """
+
+    _may_change_attributes = False  # whether an evaluation has to be undone at the module
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Note what follows from the methods that a subclass overrides."""
@@ -190,13 +198,15 @@ class BaseDerivatives(ParameterProducts):
         Inputs are all arguments of the call, flattened; ``params`` replace some.
         """
         args, keywords = c.call.arguments(inputs)
-        with c.call.as_it_was(c.call.precision):
-            buffers = {name: buffer.clone() for name, buffer in c.module.named_buffers()}
+        module = c.evaluated
+        keeps = attributes_kept(module, c.saved) if self._may_change_attributes else nullcontext()
+        with c.call.as_it_was(c.call.precision), keeps:
+            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
             # a module may change parameters, such as averages: the first evaluation tells, but not
             # of `data` that stays the same, which counts as changed in a transform alone
-            own = dict(c.module.named_parameters(remove_duplicate=False))
+            own = dict(module.named_parameters(remove_duplicate=False))
             given, changed = {own.get(name) for name in params}, c.saved.get("changed parameters")
-            named = {name: p for name, p in c.module.named_parameters() if p not in given}
+            named = {name: p for name, p in module.named_parameters() if p not in given}
             copies = {
                 name: Copy.make(p)
                 for name, p in {**named, **params}.items()
@@ -204,7 +214,7 @@ class BaseDerivatives(ParameterProducts):
             }
             replaced = {name: copy.value for name, copy in copies.items()}
             state = {**buffers, **params, **replaced}
-            output = functional_call(c.module, state, args, keywords)
+            output = functional_call(module, state, args, keywords)
             if changed is None and not in_transform():
                 c.saved["changed parameters"] = changed_copies(copies)
             return output

@@ -73,7 +73,7 @@ class LinearMapDerivatives(BaseDerivatives):
     def linear_map(self, c: Context, x: Tensor) -> Tensor:
         """Apply the linear map to ``[N, *in]``. Default: the module's own forward pass."""
         with c.call.as_it_was(c.call.precision):
-            return c.module.forward(x)
+            return c.evaluated.forward(x)
 
     def jvp(self, c: Context, t: Tensor) -> Tensor:
         """Apply the map."""

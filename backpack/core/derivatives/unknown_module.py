@@ -21,9 +21,8 @@ from backpack.core.derivatives.function_derivatives import FunctionDerivatives, 
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.generators import evaluated_alike, evaluated_apart
-from backpack.core.record.kept_attributes import attributes_kept
 from backpack.core.record.layout import Layout, unbatched
-from backpack.core.record.module_state import describe, turn
+from backpack.core.record.module_state import describe
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import register_fallback
 from backpack.core.record.visits import Visit
@@ -39,6 +38,7 @@ class UnknownModuleDerivatives(FunctionDerivatives):
     a call are used, it is evaluated again, and for one sample alone.
     """
 
+    _may_change_attributes = True
     is_curved = always  # whether the function is affine may depend on the state of the module
     _warned: ClassVar[WeakSet[type[Module]]] = WeakSet()
     _mixing: ClassVar[Known] = WeakKeyDictionary()
@@ -49,7 +49,7 @@ class UnknownModuleDerivatives(FunctionDerivatives):
 
         Derivatives may be a part of it: the forward pass was in gradient mode.
         """
-        with turn(c.module), attributes_kept(c.module, c.saved), torch.enable_grad():
+        with torch.enable_grad():
             return super().evaluate(c, params, *with_gradients(inputs, c.saved["needed"]))
 
     def layouts(self, call: Call) -> list[Layout | None]:

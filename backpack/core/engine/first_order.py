@@ -242,7 +242,7 @@ def unsupported_reason(call: Visit, names: Collection[str]) -> str | None:
     known = call.derivatives.param_names(call.module) if names else ()
     if not set(names).issubset(known):
         with call.as_it_was():  # it may have tied some since
-            known = call.derivatives.param_names(call.module)
+            known = call.derivatives.param_names(call.called)
     if not set(names).issubset(known):
         return no_rule(call, *[name for name in names if name not in known])
     if type(call.derivatives).unsupported_reason is BaseDerivatives.unsupported_reason:

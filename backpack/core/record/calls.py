@@ -285,7 +285,7 @@ class Call(PlacedCall):
         """
         args, keywords = self.arguments(leaves)
         with self.as_it_was(), disable():
-            return self.module.forward(*args, **keywords)
+            return self.called.forward(*args, **keywords)
 
     def reads_parameters(self, travels: bool, is_shown: bool) -> bool:
         """Return whether derivatives depend on entries of a parameter that the call has read.

@@ -112,6 +112,11 @@ class Context:
         return rule.seen_gradients(call, self.is_folded)
 
     @property
+    def evaluated(self) -> Any:
+        """What is called to evaluate the call again, inside of ``call.as_it_was()``."""
+        return self.call.called if self.module is self.call.module else self.module
+
+    @property
     def saved(self) -> dict[str, Any]:
         """What the rule has kept from the forward pass, and what it memoises."""
         return self.call.saved

@@ -9,20 +9,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain, repeat
 from threading import RLock
 from types import (
-    CellType,
-    CodeType,
-    FunctionType,
     MappingProxyType,
     MemberDescriptorType,
-    MethodType,
-    ModuleType,
 )
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Size, Tensor
@@ -44,8 +38,6 @@ SEQUENCES = frozenset({tuple, list, Size})
 T = TypeVar("T", bound="ModuleState")
 # What every module has, and every extended one.
 _OF_MODULES = frozenset({*vars(Module()), "__prepare_scriptable__"})
-# How many values are looked at that the attributes of a module lead to.
-MAX_HELD = 10_000
 # Names of options of the classes of torch, whose instances have the same attributes. Those of a
 # module that stands for a function stay what they are.
 _OPTIONS: dict[type[Module], tuple[str, ...]] = {FunctionModule: ()}
@@ -60,7 +52,7 @@ class ModuleState:
 
     Attributes:
         called: The module that was called.
-        module: The same, or a copy if it has other options by now.
+        module: The same, or a copy with the options of the call, to be read, if it has others now.
         params: Own parameters that require a gradient, by name.
         read: Parameters of the module by name, its buffers, then those of its children in turn.
         training: Whether the module was in training mode.
@@ -72,7 +64,6 @@ class ModuleState:
         views: Shards of the parameters that inputs and outputs are views of.
         shards: Those, and of the parameters that the call has read.
         has_unknown_shards: Whether parameters are sharded, and nobody knows where the shards are.
-        attributes: Those of a module that a copy would read, at the time of the call.
     """
 
     modes: tuple[bool, ...] = ()
@@ -81,7 +72,6 @@ class ModuleState:
     views: tuple[Shard, ...] = ()
     shards: tuple[Shard, ...] = ()
     has_unknown_shards = False
-    attributes: Sequence[Entry] = ()
 
     def _note_module(self, module: Module, own: Mapping[str, Parameter | None]) -> None:
         """Note what a module has now, and its own parameters that derivatives are about."""
@@ -125,32 +115,11 @@ class ModuleState:
         )
 
     def with_options(self) -> Module:
-        """Return a module with the options of the call, in the place of one that has others now.
-
-        That is a copy. A module whose attributes hold it is evaluated itself, and is given the
-        attributes for as long: see :meth:`as_it_was`.
-        """
-        own = vars(self.module)
+        """Return what has the options of the call, and the attributes that the module has now."""
+        own = vars(self.called)
         each = zip(*self.options, strict=True)
         options = {name: was for name, was in each if name in own or was is not NOTHING}
-        if not options:
-            return self.module
-        if not holds_itself(self.module):
-            return copied(self.module, options)
-        had = added(self.module) | options
-        self.attributes = [(own, name, copy_of_list(x)) for name, x in had.items()]
-        return self.module
-
-    def let_called_be_evaluated(self) -> Module:
-        """Evaluate the module that was called, as a copy has turned out to read it.
-
-        Such as by a function that finds it in a list: see :meth:`as_it_was`.
-        """
-        if self.module is not self.called:  # another thread may have found it out
-            own, had = vars(self.called), added(self.module)
-            self.attributes = [(own, name, copy_of_list(x)) for name, x in had.items()]
-            self.module = self.called
-        return self.called
+        return copied(self.called, options) if options else self.called
 
     @property
     def state(self) -> list[State]:
@@ -220,22 +189,26 @@ class ModuleState:
 
     @contextmanager
     def as_it_was(self, precision: torch.dtype | None = None) -> Iterator[None]:
-        """Let the module have parameters, buffers and mode of the call, perhaps in a precision.
+        """Let what was called have all that it had then, perhaps with tensors in a precision.
 
         What it makes itself is where the program makes tensors.
         """
-        with turn(self.module):
-            # another thread may have just had them; a copy is of this call alone
-            is_shared = self.module is self.called and not self.attributes
-            if is_shared and self.has_other_options and holds_itself(self.module):
-                self.with_options()
-            each = [(self.module, self.training)]
+        module = self.called
+        with turn(module):
+            if self.module is module and self.has_other_options:  # another thread just had them
+                self.module = self.with_options()
+            each = [(module, self.training)]
             if self.modes:
-                each = list(zip(self.module.modules(), self.modes, strict=False))
-            entries = [(vars(m), "training", was) for m, was in each if m.training != was]
-            replaced = self.swap_tensors(self.module, precision)
-            entries += [(own, name, copy_of_list(x)) for own, name, x in self.attributes]
-            replaced += [(own, name, own.get(name, NOTHING)) for own, name, _ in entries]
+                each = list(zip(module.modules(), self.modes, strict=False))
+            entries: list[Entry] = [
+                (vars(m), "training", was) for m, was in each if m.training != was
+            ]
+            if self.module is not module:
+                own, had = vars(module), added(self.module)
+                names = had | added(module)
+                entries += [(own, name, copy_of_list(had.get(name, NOTHING))) for name in names]
+            replaced = self.swap_tensors(module, precision)
+            replaced += [(where, name, where.get(name, NOTHING)) for where, name, _ in entries]
             put(entries)
             try:
                 with device_of_program():
@@ -340,6 +313,7 @@ def copied(module: Module, options: Mapping[str, Any] | None = None) -> Module:
     tensors = {"_parameters": module._parameters.copy(), "_buffers": module._buffers.copy()}
     own = vars(copy)
     own.update(vars(module), **tensors)
+    own.update({name: copy_of_list(x) for name, x in added(module).items()})
     put([(own, *option) for option in (options or {}).items()])
     # its calls are not to make it one of the extended modules, which it is in the place of
     own["_backpack_identity"] = id(copy)
@@ -349,71 +323,10 @@ def copied(module: Module, options: Mapping[str, Any] | None = None) -> Module:
     return copy
 
 
-def holds_itself(module: Module) -> bool:
-    """Whether attributes of a module lead to it, so that a copy would read its parameters.
-
-    Such as methods of it, in tables as well, what was put in the place of ``forward``, or an object
-    that has the module. Code of other places is not looked at.
-    """
-    waiting = [x for x in added(module).values() if type(x) not in PLAIN]
-    seen: dict[int, Any] = {}
-    for _ in range(MAX_HELD):
-        if not waiting:
-            break
-        value = waiting.pop()
-        if value is module:
-            return True
-        kind = type(value)
-        if id(value) in seen or kind in PLAIN or issubclass(kind, (Tensor, type, ModuleType)):
-            continue
-        seen[id(value)] = value
-        if issubclass(kind, Module):
-            waiting += [x for x in value.modules() if x is module]
-        elif issubclass(kind, FunctionType):
-            waiting += _held_by_function(value)
-        elif issubclass(kind, MethodType):
-            waiting += [value.__func__, value.__self__]
-        elif issubclass(kind, ref):
-            waiting.append(value())
-        elif issubclass(kind, partial):
-            waiting += [value.func, *value.args, *value.keywords.values()]
-        elif issubclass(kind, dict):
-            waiting += value.values()
-        elif issubclass(kind, (list, tuple, set)):
-            waiting += [] if PLAIN.issuperset(map(type, value)) else value
-        else:
-            waiting += _attributes(value)
-    return False
-
-
 def added(module: Module) -> dict[str, Any]:
     """Return the attributes of a module that not every module has."""
     own = vars(module).items()
     return {k: x for k, x in own if k not in _OF_MODULES and not k.startswith("_backpack")}
-
-
-def _attributes(value: Any) -> list[Any]:
-    """List the values of an object's attributes; nothing if it has none of its own."""
-    try:
-        return [*vars(value).values()]
-    except (TypeError, ReferenceError):  # slots alone, or a proxy of what is gone
-        return []
-
-
-def _held_by_function(function: FunctionType) -> list[Any]:
-    """List what a function reads: values around it, defaults, and modules by their global names."""
-    cells = [cell for cell in function.__closure__ or () if cell != CellType()]
-    codes = [function.__code__]
-    for code in codes:
-        codes += [x for x in code.co_consts if isinstance(x, CodeType)]
-    known = [function.__globals__.get(name) for code in codes for name in code.co_names]
-    return [
-        *(cell.cell_contents for cell in cells),
-        *(function.__defaults__ or ()),
-        *(function.__kwdefaults__ or {}).values(),
-        *vars(function).values(),
-        *(x for x in known if issubclass(type(x), Module)),
-    ]
 
 
 def _slots_of(kind: type[Module]) -> Sequence[MemberDescriptorType]:
