@@ -326,7 +326,7 @@ def extend(
         if is_open(child):  # perhaps since a parametrisation was registered
             record_functions(child)
         if use_converter:
-            calls.mark_converted(child, "record" if use_converter == "record" else "trace")
+            vars(child)["_backpack_converted"] = "record" if use_converter == "record" else "trace"
     if use_converter == "record":
         record_functions(module)
     elif isinstance(module, ConvertedModule):

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from backpack.core.engine.results import averaged, has_other_gradient, is_result
+from backpack.core.engine.results import has_other_gradient, is_result, noted
 from backpack.core.values import at_least_single
 from backpack.distributed.data_group import DataGroup, ProcessGroupChoice, telling
 from backpack.distributed.shards import is_sharded, whole
@@ -389,7 +389,7 @@ def _vectors(params: Sequence[Parameter], attribute: str, is_alone: bool = False
     """
     own = [_entries(_own(p, attribute), is_alone).to_dense().flatten() for p in params]
     vectors = [at_least_single(each) for each in own]
-    found = [averaged(p, attribute) for p in params]
+    found = [noted(p, attribute).averaged for p in params]
     for of in dict.fromkeys(found):
         if of is not None and of.is_of_samples and not is_alone:
             places = [i for i, other in enumerate(found) if other == of]
@@ -514,7 +514,7 @@ def gradient_snr(params: Iterable[Parameter]) -> Tensor:
             "(another backward pass, clipping, unscaling), and batch_l2 is that of one alone. "
             "Compute it from one backward pass with the whole batch, right after that."
         )
-    groups = {of and of.groups for of in (averaged(p, "batch_l2") for p in params)}
+    groups = {of and of.groups for of in (noted(p, "batch_l2").averaged for p in params)}
     if len(groups) > 1:
         raise NotImplementedError(
             "gradient_snr needs parameters whose gradients are averaged over the same processes, "

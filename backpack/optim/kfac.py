@@ -260,7 +260,7 @@ class KFAC(PreconditionedOptimizer):
             elif one.p not in joined:
                 self._check_alone(one)
                 if "swaps_axes" not in one.state:
-                    told = results.swaps_axes(one.p, self.extension.savefield)
+                    told = results.noted(one.p, self.extension.savefield).swaps_axes
                     guess = _swaps_axes(one.p, one.state["curvature"]) if told is None else told
                     one.state["swaps_axes"] = guess
                 found.append(System(one.group, one.p, one.state))
@@ -282,7 +282,8 @@ class KFAC(PreconditionedOptimizer):
         found: dict[Tensor, Trained] = {}
         options: dict[Tensor, dict[Tensor, str]] = {}
         for own_bias, trained_bias in joined.items():
-            partner = results.partner(own_bias, self.extension.savefield)
+            known = results.noted(own_bias, self.extension.savefield).partner
+            partner = None if known is None else known()
             if partner is not None and partner.grad is not None:
                 found[partner] = trained_bias
             else:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backpack.context import without_autocast
 from backpack.core.engine.checks import check_one_process
-from backpack.core.engine.results import averaged, is_added_to_used, note_step
+from backpack.core.engine.results import is_added_to_used, note_step, noted
 from backpack.core.values import at_least_single
 from backpack.distributed.shards import whole
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -217,7 +217,7 @@ class PreconditionedOptimizer(ExtensionOptimizer):
             check_one_process(f"{what} with adapt_damping_every", "Use a fixed damping.")
         for group, p, _ in self._trained():
             new = self._is_due(group, self.state.get(p, {})) and hasattr(p, name)
-            if new and averaged(p, name) is None:
+            if new and noted(p, name).averaged is None:
                 check_one_process(
                     what, "Put the model into a DistributedDataParallel, or use fully_shard()."
                 )

@@ -57,15 +57,11 @@ NESTED_IN_THREADS = (
     "context it belongs to is not known. If it is that of torch.utils.checkpoint, use "
     "use_reentrant=False."
 )
-
-
 NOT_LEFT_ALONE = (
     "gradients=False: a backward pass inside of another one, or in a thread that has taken "
     "over the context, would accumulate into p.grad. If it is that of torch.utils.checkpoint, use "
     "use_reentrant=False; else enter the context where backward() is called."
 )
-
-
 _RULES = attrgetter("rules")
 
 
@@ -225,11 +221,7 @@ class BackwardPass:
 
 
 class _Ending:
-    """Ends a backward pass, when autograd calls it.
-
-    Autograd alone holds it: where an error of somebody else stops the pass, it is dropped uncalled,
-    and nothing of the pass is kept.
-    """
+    """Ends a backward pass when autograd calls it; if an error stops that, autograd drops it."""
 
     __slots__ = ("task",)
 
@@ -246,8 +238,7 @@ class _Ending:
 class Collector:
     """Collects the calls that one ``backward()`` reaches, and runs the extensions on them.
 
-    First-order extensions run at once, with the gradient at hand, unless a parameter may be used
-    elsewhere too. Everything else runs when the backward pass is over.
+    First order runs at once, unless a parameter may be used elsewhere too; all else at the end.
     """
 
     # what it finds out as it goes on
@@ -258,10 +249,7 @@ class Collector:
     def __init__(
         self, configuration: Configuration, entry: Entry | None, around: Sequence[Collector]
     ) -> None:
-        """Begin inside of the passes ``around``, of the same context.
-
-        Such as those that ``torch.utils.checkpoint(use_reentrant=True)`` is a part of.
-        """
+        """Begin inside of passes ``around`` of the same context, as reentrant checkpoints do."""
         self.configuration = configuration  # of the thread that has called ``backward()``
         self.entry = entry  # that call, if it was noticed
         self.around = around
@@ -454,10 +442,9 @@ class Collector:
             self.first_order.mark(self.results, marks)
 
     def _gathered(self) -> AbstractContextManager[Any]:
-        """Let weights that are sharded be there when they are read.
+        """Let weights that are sharded be there when they are read, a layer at a time.
 
-        One layer at a time, if all processes read them in the same order: where batches differ,
-        their numbers of slices may. Else all of them, until the end.
+        All at once if processes may read them in another order, since their batches differ.
         """
         first: tuple[shards.Shard, ...] = ()
         if self.second_order.exts:

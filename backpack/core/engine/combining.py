@@ -438,22 +438,22 @@ class Combining:
             processes = self.groups.get(part.parameter)
             for ext in part.exts:
                 if self.accumulates:
-                    results.accumulate(part.parameter, ext.savefield, state)
+                    results.noted(part.parameter, ext.savefield).accumulated = state
                 if processes is not None:
                     averaged = results.Averaged(processes.groups, "N" in (ext.shape or ()))
-                    results.note_processes(part.parameter, ext.savefield, averaged)
+                    results.noted(part.parameter, ext.savefield).averaged = averaged
 
     def continues(self, p: Parameter) -> bool:
         """Whether results of a parameter are added to those of earlier passes, as its gradient."""
         own = home(p)
         return self.accumulates and any(
-            results.accumulated(own, ext.savefield) for ext in self.exts
+            results.noted(own, ext.savefield).accumulated for ext in self.exts
         )
 
     def _finished(self, p: Parameter, ext: Extension, values: list[Any]) -> None:
         """Write a result, with the marks of the earlier one that it contains."""
         before, marks = getattr(p, ext.savefield, None), {}
-        if isinstance(before, Tensor) and results.accumulated(p, ext.savefield) is not None:
+        if isinstance(before, Tensor) and results.noted(p, ext.savefield).accumulated is not None:
             marks = {name: m for name, m in vars(before).items() if name.startswith("_backpack_")}
         self.write(p, ext, values)
         if marks:
@@ -464,7 +464,7 @@ class Combining:
         nothing = Accumulated(None, None)
         if not self.accumulates:
             return nothing
-        found = [results.accumulated(part.parameter, ext.savefield) for ext in part.exts]
+        found = [results.noted(part.parameter, ext.savefield).accumulated for ext in part.exts]
         first, *others = found
         same = all(other is first for other in others)
         if same and first is None:

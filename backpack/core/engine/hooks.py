@@ -5,22 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import _len_torch_function_stack
 from torch.nn import Module
 from torch.nn.modules.module import _global_forward_hooks
+from torch.utils._pytree import tree_map_only
 
-from backpack.context import CTX, STATE
+from backpack.context import CTX, STATE, disable
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.engine.intercept import not_intercepted, put_back, set_aside
 from backpack.core.record import data_flow, tape
-from backpack.core.record.altered import alteration
 from backpack.core.record.compiler import forget_compiled, may_leave_graph, set_compiler
+from backpack.core.record.generators import evaluated_apart
 from backpack.core.record.given import MARK, note_given
 from backpack.core.record.in_place import NO_COPY, keep_former, take_former, with_former
+from backpack.core.record.kept_attributes import attributes_kept
 from backpack.core.record.module_state import describe, works_in_place
+from backpack.core.record.origins import flatten_outputs
+from backpack.core.record.registry import derivatives_of
 from backpack.custom_module.converted_module import ConvertedModule
+from backpack.utils.functional import functional_call
 from backpack.utils.warning import warn
 
+ADVICE = "Register that hook on the module itself, before extend or without prepend=True."
+CHANGED = f"returned what a forward hook that runs before backpack's has changed. {ADVICE}"
+RANDOM = f"is random, and a forward hook runs before backpack's, which may change it. {ADVICE}"
 # What records of calls tell
 REACHED, MISSED, ENTERED = BackwardPass.reached, BackwardPass.missed, BackwardPass.entered
 
@@ -109,7 +118,7 @@ def _record(module: Module, args: tuple, kwargs: dict, output: object) -> object
             altered = NO_COPY if copies is None else None
             is_first &= copy_last(module)  # hooks behind it may have changed the arguments
         if _global_forward_hooks or not is_first:
-            altered, is_first = altered or alteration(module, args, kwargs, output), False
+            altered, is_first = altered or _alteration(module, args, kwargs, output), False
         seen = tape.record(
             module, args, kwargs, output, REACHED, MISSED, altered, is_first, changes=changes
         )
@@ -120,6 +129,38 @@ def _record(module: Module, args: tuple, kwargs: dict, output: object) -> object
         if mode is not None:
             put_back(mode)
         set_compiler(compiler)
+
+
+def _alteration(
+    module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
+) -> str | None:
+    """Run a module again; return what to tell of it if hooks before ours have changed its output.
+
+    One without a rule is evaluated again, and compared, where its derivatives are needed.
+    """
+    if not torch.is_grad_enabled() or derivatives_of(module) is None:
+        return None
+
+    def computed_again() -> tuple[Tensor, ...]:
+        with disable(), torch.no_grad(), torch._C.DisableTorchFunction(), attributes_kept(module):
+            buffers = {name: b.clone() for name, b in module.named_buffers()}  # it may write there
+            given = args, kwargs
+            if works_in_place(module):
+                given = tree_map_only(Tensor, torch.clone, given)
+            return flatten_outputs(functional_call(module, buffers, *given))
+
+    seen = flatten_outputs(output)
+    computed, is_random = evaluated_apart(computed_again)
+    if is_random:
+        return RANDOM
+    is_same = len(seen) == len(computed) and all(map(_agree, seen, computed))
+    return None if is_same else CHANGED
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    # the same kernels on the same numbers, but threads may add them up in another order
+    rounding = torch.finfo(one.dtype).eps ** 0.5 if one.is_floating_point() else 0.0
+    return one.shape == other.shape and torch.allclose(one, other, rounding, rounding, True)
 
 
 def _refuse_script() -> None:

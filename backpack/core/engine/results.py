@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -74,37 +75,45 @@ class Factors(list[Tensor]):
         self.partner = None if partner is None else ref(partner)
 
 
+@dataclass
+class Result:
+    """What is noted of a result.
+
+    Attributes:
+        owner: The savefield of the extension that has saved it.
+        beside: The gradient that it belongs to, if that was noted.
+        accumulated: What it is made of, to which the next backward pass may add.
+        moved: Identity of the value in whose place another is, by :func:`put_in_place`.
+        averaged: The processes that it is of; None if it is that of one alone.
+        swaps_axes: Whether Kronecker factors are those of ``p.transpose(0, 1)``; None if unknown.
+        partner: The parameter that has its Kronecker factors together with this, if there is one.
+    """
+
+    owner: str = ""
+    beside: Beside | None = None
+    accumulated: Any = None
+    moved: int | None = None
+    averaged: Averaged | None = None
+    swaps_axes: bool | None = None
+    partner: ref[Parameter] | None = None
+
+
 class Attributes(dict[str, Any]):
     """The attributes of a parameter (its ``__dict__``), with a note of which are results.
 
     PyTorch pickles all attributes of a parameter. Results are left out.
 
     Attributes:
-        results: Names of results, in the order in which they were saved first, each with the
-            gradient that it belongs to, if that was noted.
-        owners: The savefield of the extension that has saved each.
-        accumulated: What the results are made of that accumulate over backward passes.
-        moved: Identities of values in whose places others are, by :func:`put_in_place`.
-        processes: The processes of results that belong to several.
-        swapped: Names of Kronecker factors, and whether they are those of ``p.transpose(0, 1)``.
-        partners: Names of Kronecker factors, and the parameter that has them together with this.
+        results: What is noted of results, by name, in the order in which they were saved first.
         used: What the last step of an optimiser has used.
     """
 
-    __slots__ = (
-        *("accumulated", "moved", "owners", "partners", "processes", "results", "swapped", "used"),
-    )
+    __slots__ = ("results", "used")
 
     def __init__(self, attributes: dict[str, Any]):
         """Take over attributes that are no results."""
         super().__init__(attributes)
-        self.results: dict[str, Beside | None] = {}
-        self.owners: dict[str, str] = {}
-        self.accumulated: dict[str, Any] = {}
-        self.moved: dict[str, int] = {}
-        self.processes: dict[str, Averaged] = {}
-        self.swapped: dict[str, bool] = {}
-        self.partners: dict[str, ref[Parameter] | None] = {}
+        self.results: dict[str, Result] = {}
         self.used: Used | None = None
 
     def others(self) -> dict[str, Any]:
@@ -116,10 +125,10 @@ class Attributes(dict[str, Any]):
         return OrderedDict, (self.others(),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attributes:
-        """Copy everything."""
+        """Copy everything but what refers to other objects."""
         result = Attributes(copy.deepcopy(dict(self), memo))
-        result.results, result.owners = self.results.copy(), self.owners.copy()
-        result.processes, result.swapped = self.processes.copy(), self.swapped.copy()
+        for name, noted in self.results.items():
+            result.results[name] = replace(noted, accumulated=None, moved=None, partner=None)
         return result
 
 
@@ -183,17 +192,14 @@ class Writer:
             print(f"[backpack] {name}: {list(getattr(value, 'shape', []))}")
         self._written.append((p, name, id(value)))
         own: Any = vars(p)
-        if not isinstance(own, Attributes):
+        if type(own) is not Attributes:
             own = p.__dict__ = Attributes(own)
-        own.results[name] = None
-        own.owners[name] = ext.savefield
-        state = own.accumulated.pop(name, None)
-        if state is not None:
-            self._accumulated.setdefault((p, name), state)
-        own.moved.pop(name, None)
-        own.processes.pop(name, None)
+        before = own.results.get(name)
+        if before is not None and before.accumulated is not None:
+            self._accumulated.setdefault((p, name), before.accumulated)
+        own.results[name] = new = Result(ext.savefield)
         if factors is not None:
-            own.swapped[name], own.partners[name] = factors.swaps_axes, factors.partner
+            new.swaps_axes, new.partner = factors.swaps_axes, factors.partner
         setattr(p, name, value)
 
     def finish_extensions(self) -> None:
@@ -210,9 +216,9 @@ class Writer:
     def __iter__(self) -> Iterator[tuple[Parameter, str, Any]]:
         """List the parameters, the savefields and the results that are still there."""
         for p, name, identity in self._written:
-            value, own = getattr(p, name, None), vars(p)
-            moved = own.moved.get(name) if isinstance(own, Attributes) else None
-            if identity in (id(value), moved) and value is not None:
+            value = getattr(p, name, None)
+            is_same = identity == id(value) or identity == noted(p, name).moved
+            if is_same and value is not None:
                 yield p, name, value
 
     def undo(self) -> None:
@@ -220,9 +226,7 @@ class Writer:
         for p, name, _ in self:
             delattr(p, name)
         for p, name, _ in self._written:
-            _noted(p).accumulated.pop(name, None)
-        for (p, name), state in self._accumulated.items():
-            accumulate(p, name, state)
+            noted(p, name).accumulated = self._accumulated.get((p, name))
 
 
 def put_in_place(p: Tensor, name: str, value: Any) -> None:
@@ -231,74 +235,40 @@ def put_in_place(p: Tensor, name: str, value: Any) -> None:
     before = own.get(name)
     if value is before:
         return
-    if isinstance(own, Attributes) and name in own.results:
-        own.moved.setdefault(name, id(before))
-        beside = own.results[name]
-        if beside is not None and beside.value() is before and isinstance(value, Tensor):
-            own.results[name] = beside._replace(value=ref(value))
+    result = noted(p, name)
+    result.moved, beside = result.moved or id(before), result.beside
+    if beside is not None and beside.value() is before and isinstance(value, Tensor):
+        result.beside = beside._replace(value=ref(value))
     if isinstance(before, Tensor) and isinstance(value, Tensor):
         vars(value).update(vars(before))
     setattr(p, name, value)
 
 
-_NOTHING = Attributes({})
-
-
-def _noted(p: Tensor) -> Attributes:
-    """Return the attributes of a parameter with what is noted of them: nothing without results."""
+def _results(p: Tensor) -> dict[str, Result]:
     own = vars(p)
-    return own if isinstance(own, Attributes) else _NOTHING
+    return own.results if isinstance(own, Attributes) else {}
+
+
+def noted(p: Tensor, name: str) -> Result:
+    """Return what is noted of a result; of anything else an empty note, which nobody keeps."""
+    return _results(p).get(name) or Result()
 
 
 def is_result(p: Tensor, name: str) -> bool:
     """Whether an attribute is what a backward pass has written, or what was put in its place."""
-    return name in _noted(p).results and name in vars(p)
+    return name in _results(p) and name in vars(p)
 
 
 def forget(p: Tensor, savefield: str) -> None:
     """Delete the results of an extension, also those that it has saved under other names."""
-    own = _noted(p)
-    for name, owner in own.owners.items():
-        if owner == savefield:
-            own.pop(name, None)
-
-
-def note_processes(p: Parameter, name: str, averaged: Averaged) -> None:
-    """Note that a result belongs to a gradient that is averaged over several processes."""
-    if name in _noted(p).results:
-        _noted(p).processes[name] = averaged
-
-
-def averaged(p: Tensor, name: str) -> Averaged | None:
-    """Return the processes that a result is of; None if it is that of one alone."""
-    return _noted(p).processes.get(name)
-
-
-def swaps_axes(p: Tensor, name: str) -> bool | None:
-    """Whether Kronecker factors are those of ``p.transpose(0, 1)``; None if that is not noted."""
-    return _noted(p).swapped.get(name)
-
-
-def partner(p: Tensor, name: str) -> Parameter | None:
-    """Return what has its Kronecker factors together with a parameter, if that is noted."""
-    known = _noted(p).partners.get(name)
-    return None if known is None else known()
-
-
-def accumulate(p: Parameter, name: str, state: Any) -> None:
-    """Note what a result is made of, to which the next backward pass may add."""
-    if name in _noted(p).results:
-        _noted(p).accumulated[name] = state
-
-
-def accumulated(p: Parameter, name: str) -> Any:
-    """Return what a result is made of, if it accumulates."""
-    return _noted(p).accumulated.get(name)
+    for name, result in _results(p).items():
+        if result.owner == savefield:
+            vars(p).pop(name, None)
 
 
 def all_accumulated(p: Tensor) -> list[Any]:
     """Return what all results of a parameter are made of that accumulate."""
-    return list(_noted(p).accumulated.values())
+    return [r.accumulated for r in _results(p).values() if r.accumulated is not None]
 
 
 def start_accumulated(p: Tensor, name: str, state: Any) -> None:
@@ -306,22 +276,21 @@ def start_accumulated(p: Tensor, name: str, state: Any) -> None:
     own: Any = vars(p)
     if not isinstance(own, Attributes):
         own = p.__dict__ = Attributes(own)
-    own.results.setdefault(name, None)
     own.pop(name, None)
-    own.accumulated[name] = state
+    own.results.setdefault(name, Result()).accumulated = state
 
 
 def note_gradient(p: Parameter, name: str) -> None:
     """Note that a result belongs to the gradient that a parameter has now."""
     value, grad = getattr(p, name, None), p.grad
-    if isinstance(value, Tensor) and isinstance(vars(p), Attributes):
+    if isinstance(value, Tensor):
         beside = (None, 0) if grad is None else (ref(grad), grad._version)
-        vars(p).results[name] = Beside(ref(value), *beside)  # type: ignore[attr-defined]
+        noted(p, name).beside = Beside(ref(value), *beside)
 
 
 def has_other_gradient(p: Parameter, name: str) -> bool:
     """Whether a parameter has another gradient than when a result was saved, if that was noted."""
-    beside = _noted(p).results.get(name)
+    beside = noted(p, name).beside
     if beside is None or beside.value() is not vars(p).get(name):
         return False
     grad = p.grad
@@ -351,14 +320,15 @@ def note_pass(parameters: Iterable[Tensor]) -> None:
 
 def is_added_to_used(p: Tensor) -> bool:
     """Whether the gradient contains that of the step before, and that of a backward pass since."""
-    used = _noted(p).used
+    own = vars(p)
+    used = own.used if isinstance(own, Attributes) else None
     return used is not None and used.is_added_to and used.grad() is p.grad
 
 
 def saved(p: Tensor) -> dict[str, Any]:
     """Return the results that a parameter has now."""
-    own = _noted(p)
-    return {name: own[name] for name in own.results if name in own}
+    own = vars(p)
+    return {name: own[name] for name in _results(p) if name in own}
 
 
 _count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]

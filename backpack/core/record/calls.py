@@ -354,11 +354,6 @@ def _is_followed(module: Module) -> bool:
     return by == "trace" or (by == "record" and bool(STATE.get().recorders))
 
 
-def mark_converted(module: Module, by: str) -> None:
-    """Note that a module is part of a model whose functions are known, and why."""
-    vars(module)["_backpack_converted"] = by
-
-
 def is_converted(module: Module) -> bool:
     """Whether a module is part of a model whose functions are known."""
     return "_backpack_converted" in vars(module)

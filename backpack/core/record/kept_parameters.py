@@ -37,21 +37,18 @@ class KeptParameters:
     def __init__(self, copies: bool):
         """Keep nothing yet; copies of those with a gradient, if hooks may well change them."""
         self.copies = copies
-        self._tensors: dict[int, Tensor] = {}  # by id
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[Tensor, Kept] = {}
 
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Keep what parameters are before something in a backward pass may change them."""
-        new = {id(p): p for p in parameters if id(p) not in self._tensors}
-        self._tensors.update(new)
-        tensors = list(new.values())
+        tensors = [p for p in dict.fromkeys(parameters) if p not in self._kept]
         copied: set[Tensor] = set()
         if self.copies:
             copied = {p for p in tensors if p.requires_grad and shards.shard_of(p) is None}
         values = [p.detach().clone().requires_grad_() if p in copied else None for p in tensors]
         digests = _digests([p for p in tensors if p not in copied])
         for p, state, value in zip(tensors, _states(tensors), values, strict=True):
-            self._kept[id(p)] = Kept(state, value, next(digests) if value is None else None)
+            self._kept[p] = Kept(state, value, next(digests) if value is None else None)
 
     def changed(
         self, parameters: Iterable[Tensor], compared: Container[Tensor] | None = None
@@ -66,19 +63,19 @@ class KeptParameters:
         found: dict[Tensor, Kept] = {}
         tensors = list(dict.fromkeys(parameters))
         entries = tensors if compared is None else [p for p in tensors if p in compared]
-        known = {p: value for p in entries if (value := self._kept[id(p)].value) is not None}
+        known = {p: value for p in entries if (value := self._kept[p].value) is not None}
         digested = [p for p in entries if p not in known]
         digests = dict(zip(digested, _digests(digested, Tensor.detach), strict=True))
         compared_with: dict[Tensor, tuple[Tensor, Tensor]] = {}
         for p, state in zip(tensors, _states(tensors), strict=True):
-            was = self._kept[id(p)]
+            was = self._kept[p]
             after, before = (p, known[p]) if p in known else (digests.get(p), was.digest)
             if was.state != state:
                 found[p] = was
             elif after is not None and before is not None:
                 compared_with[p] = after, before
         for p in differing(compared_with):
-            was, (after, before) = self._kept[id(p)], compared_with[p]
+            was, (after, before) = self._kept[p], compared_with[p]
             slack = _rounding(shards.stored(p), after) if was.value is None else 0.0
             if not torch.allclose(after, before, rtol=0, atol=slack, equal_nan=True):
                 found[p] = was
@@ -87,11 +84,11 @@ class KeptParameters:
     @property
     def parameters(self) -> list[Tensor]:
         """What is kept."""
-        return list(self._tensors.values())
+        return list(self._kept)
 
     def storages(self) -> set[int]:
         """Return where the entries of the parameters are, but for those that were sharded."""
-        return {storage_of(t) for t in self._tensors.values() if shards.shard_of(t) is None}
+        return {storage_of(t) for t in self._kept if shards.shard_of(t) is None}
 
 
 # Up to this many entries, a copy tells sooner what has changed than a digest.

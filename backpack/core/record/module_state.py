@@ -6,15 +6,13 @@ then, changed them, or called it by ``torch.func.functional_call``.
 
 from __future__ import annotations
 
+import copyreg
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, repeat
 from threading import RLock
-from types import (
-    MappingProxyType,
-    MemberDescriptorType,
-)
+from types import MappingProxyType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -32,10 +30,10 @@ from backpack.custom_module.function_module import FunctionModule
 # An entry of a dictionary: where, its name, and the value.
 Entry = tuple[dict[str, Any], str, Any]
 NOTHING = object()
+T = TypeVar("T", bound="ModuleState")
 # Types of options. What may hold a tensor could let the graph of a call own the call.
 PLAIN = frozenset({bool, int, float, str, type(None)})
 SEQUENCES = frozenset({tuple, list, Size})
-T = TypeVar("T", bound="ModuleState")
 # What every module has, and every extended one.
 _OF_MODULES = frozenset({*vars(Module()), "__prepare_scriptable__"})
 # Names of options of the classes of torch, whose instances have the same attributes. Those of a
@@ -43,8 +41,6 @@ _OF_MODULES = frozenset({*vars(Module()), "__prepare_scriptable__"})
 _OPTIONS: dict[type[Module], tuple[str, ...]] = {FunctionModule: ()}
 # Locks of modules that were evaluated.
 _turns: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()
-# Slots of classes: of which there are hundreds of attributes to look through.
-_SLOTS: WeakKeyDictionary[type[Module], list[MemberDescriptorType]] = WeakKeyDictionary()
 
 
 class ModuleState:
@@ -317,9 +313,9 @@ def copied(module: Module, options: Mapping[str, Any] | None = None) -> Module:
     put([(own, *option) for option in (options or {}).items()])
     # its calls are not to make it one of the extended modules, which it is in the place of
     own["_backpack_identity"] = id(copy)
-    for slot in _slots_of(type(module)):
-        if hasattr(module, slot.__name__):
-            slot.__set__(copy, getattr(module, slot.__name__))
+    for name in copyreg._slotnames(type(module)):  # type: ignore[attr-defined]
+        if hasattr(module, name):
+            object.__setattr__(copy, name, getattr(module, name))
     return copy
 
 
@@ -327,15 +323,6 @@ def added(module: Module) -> dict[str, Any]:
     """Return the attributes of a module that not every module has."""
     own = vars(module).items()
     return {k: x for k, x in own if k not in _OF_MODULES and not k.startswith("_backpack")}
-
-
-def _slots_of(kind: type[Module]) -> Sequence[MemberDescriptorType]:
-    """Return the slots of a class of modules, which few have."""
-    known = _SLOTS.get(kind)
-    if known is None:
-        members = chain.from_iterable(vars(base).values() for base in kind.__mro__)
-        known = _SLOTS[kind] = [x for x in members if isinstance(x, MemberDescriptorType)]
-    return known
 
 
 def tensors_of_modules(module: Module) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import reduce
 from itertools import repeat
 from typing import Any
@@ -22,30 +23,21 @@ from backpack.core.record.weights import Kept, version_of
 
 
 class Visit(Call):
-    """A copy of a call for one backward pass, which works on nothing else.
+    """A copy of a call for one backward pass, which works on nothing else."""
 
-    Attributes:
-        call: The call; None for what outlives the backward pass.
-        g_out: Gradients with respect to the outputs, once the backward pass has reached them.
-        g_samples: Those of each sample, ``[N, *out]``, for a call without samples.
-        trained: Those of ``params`` that the backward pass accumulates a gradient into.
-        precision: What derivatives are computed in, if the network is of several precisions.
-        copies: How many samples share this call, if it depends on parameters alone; else 1.
-        saved: What the derivatives keep from the forward pass, and what they memoise in this one.
-        kept: What they keep from the forward pass for all backward passes: that of the call.
-    """
-
-    g_out: list[Tensor | None]
-    trained: dict[str, Parameter]
-    g_samples: list[Tensor | None] | None = None
-    precision: torch.dtype | None = None
-    copies = 1
-    kept: dict[str, Any]
+    call: Call | None  # None for what outlives the backward pass
+    g_out: list[Tensor | None]  # gradients at the outputs, once the pass has reached them
+    g_samples: list[Tensor | None] | None = None  # [N, *out], for a call without samples
+    trained: dict[str, Parameter]  # those of `params` that the pass gives a gradient
+    precision: torch.dtype | None = None  # to compute in, if the network is of several
+    copies = 1  # how many samples share the call, if it depends on parameters alone
+    saved: dict[str, Any]  # what the derivatives keep, and what they memoise in this pass
+    kept: dict[str, Any]  # what they keep for all backward passes: that of the call
 
     def __init__(self, call: Call):
         """Copy what is known of a call."""
         vars(self).update(vars(call))
-        self.call: Call | None = call
+        self.call = call
         self.g_out = [None] * len(call.shape_out)
         self.trained = call.params
         self.kept = call.saved
@@ -57,13 +49,7 @@ class Visit(Call):
         return cls(call).checked(trained_only)
 
     def checked(self, trained_only: bool) -> Visit:
-        """Refuse a call without quantities; ``trained_only``: frozen parameters do not matter.
-
-        Raises:
-            RuntimeError: If its tensors are gone.
-            ValueError: If its input has no batch axis.
-            NotImplementedError: If a parameter is sparse, quantised or complex.
-        """
+        """Refuse a call without quantities; ``trained_only``: frozen parameters do not matter."""
         if not self.outputs:
             self.check_released()
         names, values = self.options
@@ -125,7 +111,7 @@ class Visit(Call):
     def seen(self, whole: bool, folded: bool) -> tuple[Sequence[Any], Sequence[Tensor]]:
         """Return inputs and outputs as the derivatives see them: samples where they expect them.
 
-        ``whole``: with those that were not kept; ``folded``: with an axis for each sample's rows.
+        ``whole``: with those that were not kept; ``folded``: rows of a sample have their own axis.
         """
         differentiable = torch.is_grad_enabled()
         inputs: Sequence[Any] = self.whole_inputs() if whole or differentiable else self.inputs
@@ -195,11 +181,9 @@ class Visit(Call):
     def read_functions(self, marks: Mapping[int, Origin]) -> None:
         """Note which functions have computed inputs, where that was found out after the call.
 
-        A loss is told where the samples are. What any other call has taken for that must be right,
-        because others rely on it: else it does not know the functions.
-
-        Raises:
-            ValueError: If a loss cannot have the samples there.
+        A loss is told where the samples are (a ValueError if they cannot be there). What any other
+        call has taken for that must be right, because others rely on it: else it does not know the
+        functions.
         """
         layouts = list(self.layouts_in)
         for i, mark in marks.items():
@@ -223,11 +207,7 @@ class Visit(Call):
         return layout is not None and layout.facts in facts
 
     def become_function(self) -> None:
-        """Take the automatic derivatives of any leaf, in the place of those of a loss.
-
-        Raises:
-            ValueError: If the samples cannot be followed through the module.
-        """
+        """Take the automatic derivatives of any leaf for those of a loss, or raise a ValueError."""
         rule = fallback(self.module, self.outputs)
         assert rule is not None
         self.derivatives = rule
@@ -239,18 +219,14 @@ class Visit(Call):
             raise ValueError(self.misplaced)
 
     def as_layer(self, layer: Module, i: int, x: Tensor) -> Visit | None:
-        """Return the call of a layer, if that is what the function computes.
+        """Return the call of a layer, with the parameters that the function reads, if it is one.
 
-        Args:
-            layer: It has the parameters that the function reads.
-            i: Number of the input, among those of the function.
-            x: Its entries.
+        Its input is that of number ``i`` of the function, with the entries ``x``.
         """
         rule, mark, layout = derivatives_of(layer), self.origins_in[i], self.layouts_in[i]
         if rule is None or layout is None or not layout.is_batched or i in self.producers:
             return None
-        other: Visit = object.__new__(Visit)
-        vars(other).update(vars(self))
+        other = copy(self)
         other._note_module(layer, rule.own(layer))
         other.derivatives, other.trained = rule, other.params
         other.inputs, other.structure, other.computed = (x,), None, [self.computed[i]]
@@ -274,12 +250,11 @@ class Visit(Call):
     # ------------------------------------------------------------------ its end
 
     def snapshot(self, create_graph: bool) -> Visit:
-        """Return a copy that outlives the backward pass, for products evaluated later.
+        """Return a copy that outlives the pass, for later products: with what our derivatives read.
 
-        They read what our derivatives read or, with ``create_graph``, everything, with its graph.
+        With ``create_graph``: with all inputs, and their graph.
         """
-        clone: Visit = object.__new__(Visit)
-        vars(clone).update(vars(self))
+        clone = copy(self)
         clone.call, clone.module, clone.producers = None, clone.with_options(), {}
         if create_graph:
             clone.inputs = self.whole_inputs()
