@@ -20,19 +20,13 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Path:
-    """A fast path.
-
-    Attributes:
-        name: Its name, such as ``"ConvNDDerivatives.reduced"`` or ``"reused memory"``.
-        what: What it does, in a sentence.
-        is_on: Whether it is taken.
-    """
+    """A fast path, and what it does, in a sentence."""
 
     def __init__(self, name: str, what: str):
         """Take it from now on."""
-        self.name = name
+        self.name = name  # such as "ConvNDDerivatives.reduced", or "reused memory"
         self.what = what
-        self.is_on = True
+        self.is_on = True  # whether it is taken
 
     def set(self, is_on: bool) -> None:
         """Switch the path on or off."""
@@ -40,13 +34,7 @@ class Path:
 
 
 class Body(Path):
-    """A method of a rule class, which is in the class while the path is taken.
-
-    Attributes:
-        owner: The class.
-        method: The name of the method.
-        given: Names of methods that it follows from.
-    """
+    """A method of a rule class, which is in the class while the path is taken."""
 
     def __init__(self, name: str, owner: type, method: str):
         """Leave the method where it is."""
@@ -69,11 +57,7 @@ PATHS: dict[str, Path] = {}  # by name
 
 
 def path(name: str, what: str) -> Path:
-    """Register a shortcut of the engine, and say in a sentence what it does.
-
-    Raises:
-        ValueError: If the name is taken.
-    """
+    """Register a shortcut of the engine, of a new name; say in a sentence what it does."""
     if name in PATHS:
         raise ValueError(f"There is a fast path '{name}' already.")
     found = PATHS[name] = Path(name, what)
@@ -81,10 +65,7 @@ def path(name: str, what: str) -> Path:
 
 
 def body(what: str, *given: str) -> Callable[[Method], Method]:
-    """Decorator: mark a method of a rule, and say in a sentence ``what`` it does.
-
-    It is a faster form of what follows from others, which ``given`` names.
-    """
+    """Decorator: mark a faster form of what follows from ``given`` methods; say what it does."""
 
     def decorate(method: Method) -> Method:
         method.fast = what, frozenset(given)  # type: ignore[attr-defined]
@@ -99,10 +80,7 @@ def is_body(value: Any) -> bool:
 
 
 def enroll(cls: type, overridden: Set[str]) -> None:
-    """Register the bodies of a new class, and replace those that it should not inherit.
-
-    These follow from methods that the class has ``overridden``.
-    """
+    """Register the bodies of a new class, and replace those that follow from what it overrides."""
     for known in PATHS.values():
         if not isinstance(known, Body) or known.given.isdisjoint(overridden):
             continue
@@ -124,11 +102,7 @@ def _generic(cls: type, method: str) -> Any:
 
 @contextmanager
 def disabled(*names: str) -> Iterator[None]:
-    """Run without (some) fast paths, in all threads: for tests, between backward passes.
-
-    Raises:
-        KeyError: If there is none of that name.
-    """
+    """Run without (some) fast paths, in all threads: for tests, between backward passes."""
     chosen = [PATHS[name] for name in names] if names else [*PATHS.values()]
     taken = [each for each in chosen if each.is_on]
     for each in taken:

@@ -11,8 +11,7 @@ T = TypeVar("T")
 class lazy(Generic[T]):
     """Decorator: compute an attribute when it is first read, and keep it.
 
-    As ``functools.cached_property``, which takes a lock before Python 3.12: longer than many of the
-    attributes take.
+    ``functools.cached_property`` takes a lock before Python 3.12, longer than many attributes.
     """
 
     def __init__(self, compute: Callable[[Any], T]):

@@ -1,10 +1,8 @@
 """Memory for large results on a CPU.
 
-The system hands out fresh memory page by page, at the first access. For large tensors that takes
-longer than computing their entries. Two things help: to write over the result of the backward
-pass before, which is about to be replaced, where nobody else has it; else, to ask for huge pages.
-Nothing is kept beyond that result. A backpropagation in many slices has the opposite problem: what
-the allocator keeps adds up.
+The first access to fresh memory takes longer than computing the entries. Two things help: to write
+over the result of the backward pass before, where nobody else has it; else, to ask for huge pages.
+A backpropagation in many slices has the opposite problem: what the allocator keeps adds up.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ def product(one: Tensor, other: Tensor) -> Tensor:
 
 
 def reuse(parameters: Iterable[Parameter], exts: Iterable[Extension]) -> bool:
-    """Take results that will be replaced, for :func:`empty`, if they are large and nobody else's.
+    """Take large results that will be replaced, and nobody else has, for :func:`empty`, if any.
 
     Return whether some were taken: see :func:`clear`.
     """
@@ -124,10 +122,7 @@ def clear() -> None:
 
 
 def release() -> None:
-    """Return memory between blocks in use to the system, where the allocator can.
-
-    What has been freed in small pieces adds up, if tensors of many sizes come and go.
-    """
+    """Return freed memory between blocks in use to the system, where the allocator can."""
     if _malloc_trim is not None:
         _malloc_trim(ctypes.c_size_t(0))
 

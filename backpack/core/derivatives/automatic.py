@@ -15,6 +15,7 @@ from backpack.core.derivatives.evaluation import Evaluation
 from backpack.core.derivatives.facts import never
 from backpack.core.derivatives.reductions import slice_size
 from backpack.core.derivatives.vectors import first_of, listed
+from backpack.core.record.compiler import in_transform
 from backpack.core.record.context import Context
 from backpack.core.record.generators import evaluated_apart
 from backpack.core.record.module_state import describe
@@ -166,7 +167,7 @@ def _or_zeros(product: Tensor | None, v: Tensor, *shape: int) -> Tensor:
 
 def with_gradients(inputs: Sequence[Any], needed: Sequence[int]) -> list[Any]:
     """Let inputs need a gradient that do in the call: derivatives may be a part of the output."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap does not know of that
+    if in_transform() is not None:  # vmap does not know of that
         return [*inputs]
     return [
         x.clone().requires_grad_() if i in needed and not x.requires_grad else x

@@ -24,13 +24,9 @@ from backpack.core.derivatives.evaluation import Evaluation
 from backpack.core.derivatives.interface import own_attributes
 from backpack.core.derivatives.parameters import ParameterProducts
 from backpack.core.derivatives.vectors import listed
+from backpack.core.record.compiler import in_transform
 from backpack.core.record.context import Context, context_of
-from backpack.core.record.kept_attributes import (
-    Copy,
-    attributes_kept,
-    changed_copies,
-    in_transform,
-)
+from backpack.core.record.kept_attributes import Copy, attributes_kept, changed_copies
 from backpack.core.record.module_state import describe
 from backpack.core.record.visits import Visit
 from backpack.core.rows import one_by_one

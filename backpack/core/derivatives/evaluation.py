@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 from torch.nn import Module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from backpack.context import disable
 from backpack.core.derivatives.math_attention import math_attention
 from backpack.core.derivatives.sample_axes import BatchAxis
+from backpack.core.record.compiler import Mode
 from backpack.core.record.context import Context
 from backpack.core.record.layout import CPU
 from backpack.core.record.module_state import describe
@@ -263,7 +263,7 @@ def quietly() -> Iterator[None]:
         yield
 
 
-class _Alone(TorchDispatchMode):
+class _Alone(Mode):
     """Lets operations of several processes be an error."""
 
     def __torch_dispatch__(
@@ -272,10 +272,6 @@ class _Alone(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             raise NotImplementedError(f"{func} for an evaluation that is not part of the program.")
         return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # True would import torch._dynamo
 
 
 def alone() -> AbstractContextManager[Any]:

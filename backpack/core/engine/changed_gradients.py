@@ -30,9 +30,7 @@ def look_around_hooks(tensor: Tensor, reader: str, changed: dict[str, None]) -> 
     """Note the reader of a tensor if hooks of the program change the gradient, perhaps in place.
 
     Those of the tensor, and those of modules: they are at nodes, one for each container around.
-
-    Returns:
-        Handles, to be removed after the backward pass.
+    Return handles, to be removed after the backward pass.
     """
     found: list[Any] = []
     if tensor._backward_hooks:
@@ -82,8 +80,8 @@ def _around(
 def find_changed(plan: Plan, functions: Collection[Visit]) -> list[Visit]:
     """Return calls whose gradients are not those that the calls behind them have sent.
 
-    Hooks have changed them, at tensors that nobody has at hand: what functions that were read from
-    the graph have read and returned, what other calls have read in another shape, or overwritten.
+    Hooks have changed them, at tensors that nobody has at hand: what functions read from the graph
+    have read and returned, what other calls have read in another shape, or overwritten.
     """
     suspects: dict[Origin, Visit] = {}
     for call in plan.calls:
@@ -127,10 +125,7 @@ def find_changed(plan: Plan, functions: Collection[Visit]) -> list[Visit]:
 
 
 def _in_range(sent: Tensor, arrived: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
-    """Return zero where gradients overflow (as those of scaled losses may), or both underflow.
-
-    There, autograd and the rule of a module round differently: ``0 · inf`` is NaN.
-    """
+    """Return zero where gradients overflow or both underflow: rules round differently there."""
     known = (sent.abs() + arrived.abs()).isfinite()
     known &= (sent.abs() >= smallest) | (arrived.abs() >= smallest)
     return sent.where(known, 0), arrived.where(known, 0)

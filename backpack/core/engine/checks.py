@@ -114,9 +114,8 @@ left: deque[Left] = deque(maxlen=8)
 def is_suspicious(scope: Scope) -> bool:
     """Whether backward passes may come to no recorded call in a context that is entered.
 
-    To watch for them costs a short step some percent. Nothing tells beforehand which of the graphs
-    that live ``backward()`` will be called on. So it is assumed that a context in which all is well
-    stays so: as long as the same module is the last that was called before it is entered.
+    To watch for them costs a short step some percent, so a context in which all was well stays so
+    as long as the same module is the last that was called before it is entered.
     """
     return scope.latest is None or scope.latest not in _followed
 

@@ -1,18 +1,13 @@
 """Gradients of the batch that autograd need not compute: individual gradients add up to them.
 
-For those who ask for it, ``backpack(..., sum_individual_gradients=True)``. The gradient of a
-convolution's weight takes about a third of a backward pass. Where individual gradients pass by
-anyway, it is their sum. Autograd is then asked for the gradients of all other leaves
-(``backward(inputs=...)``), and the sum is accumulated in its place. With ``gradients=False`` nobody
-needs them, and nothing is accumulated. A recurrent layer's kernel computes the gradients of all its
-parameters with that of its input. It is elided where the input needs none, or where a
-:class:`~backpack.core.record.kernels.KernelOverride` computes that from what individual gradients
-need as well.
+For those who ask for it, ``backpack(..., sum_individual_gradients=True)``: ``backward()`` is asked
+for all other leaves, and the sum is accumulated in their place. With ``gradients=False``, nothing
+is. A recurrent layer's kernel is elided where its input needs no gradient, or where a
+:class:`~backpack.core.record.kernels.KernelOverride` computes that.
 
-A parameter takes part if one known module alone uses it. There are no hooks of parameters that
-could miss a gradient, no hooks of the module (or of its nodes in the graph) that change what it
-returns or what arrives, no functions written in Python that could run a backward pass of their own,
-and no distributed wrappers. What is not known: hooks that are put on a node while the backward pass
+A parameter takes part if one known module alone uses it, and nothing may look at its gradient or
+change it: hooks of parameters, of the module or of its nodes, functions in Python that could run
+other passes, distributed wrappers. What is not known: hooks that are put on a node while the pass
 runs. Data that are not finite may give other entries that are not finite.
 """
 
@@ -21,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
 import torch
@@ -51,9 +47,9 @@ PRECISIONS = (torch.float32, torch.float64)
 
 
 def costly(configuration: Configuration) -> dict[Call, set[Parameter]]:
-    """Find parameters whose individual gradients are computed, and whose gradient takes long.
+    """Find, for each call, parameters whose individual gradients come, and whose gradient costs.
 
-    Return those of each recorded call: none if it does not pay, or was not asked for.
+    None if it does not pay, or was not asked for.
     """
     asked = configuration.sum_individual_gradients or not configuration.gradients
     if not (asked and ELIDED.is_on) or torch.is_anomaly_enabled():
@@ -148,16 +144,11 @@ NOTHING = Elided(set(), [], [])
 def elide(
     roots: Sequence[Tensor], candidates: dict[Call, set[Parameter]], only: Sequence[Any] | None
 ) -> Elided:
-    """Choose the parameters whose gradients autograd need not compute.
+    """Choose the parameters (of ``candidates``, in ``only``) that autograd need not differentiate.
 
     All functions of the graph have to run all the same: calls are reached, and what autograd has
     stored is freed. So the first ones, which lead to no other leaf, are asked for themselves. They
     run, and compute no gradient, since none of their inputs needs one.
-
-    Args:
-        roots: What ``backward()`` is called on.
-        candidates: See :func:`costly`.
-        only: The leaves that ``backward(inputs=...)`` is asked for. None: all.
     """
     if not all(isinstance(root, Tensor) and root.grad_fn is not None for root in roots):
         return NOTHING  # a leaf gets a gradient of its own
@@ -230,7 +221,7 @@ def _places_to_ask_for(
 ) -> list[Tensor | GradientEdge]:
     """List what autograd is asked for, so that all functions of the graph run.
 
-    It is to give gradients of leaves whose ids are wanted, but not of those that are elided.
+    Gradients come of leaves with ``wanted`` ids, but not of those that are elided.
     """
     asked: list[Tensor | GradientEdge] = []
     running: set[Any] = set()  # leads to something that is asked for
@@ -254,37 +245,21 @@ def _places_to_ask_for(
     return asked
 
 
-def _upstream_first(roots: Iterable[Any]) -> tuple[list[Any], dict[Any, list[Any]]]:
-    """List the nodes above some, each behind the nodes above it, and the nodes below each.
-
-    Nobody (None) leads to the first ones.
-    """
-    order: list[Any] = []
-    users: dict[Any, list[Any]] = defaultdict(list)
-    seen: set[Any] = set()
-    stack: list[tuple[Any, bool]] = []
-    for root in roots:
-        users[root].append(None)
-        stack.append((root, False))
-    while stack:
-        node, is_done = stack.pop()
-        if is_done:
-            order.append(node)
-        elif node is not None and node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            for parent, _ in node.next_functions:
-                users[parent].append(node)
-                stack.append((parent, False))
-    return order, users
+def _upstream_first(roots: Sequence[Any]) -> tuple[list[Any], dict[Any, list[Any]]]:
+    """List nodes, each behind those above it, and the nodes below each (None below the first)."""
+    parents = {
+        node: [parent for parent, _ in node.next_functions if parent is not None]
+        for node in nodes_above(roots)
+    }
+    users: dict[Any, list[Any]] = defaultdict(list, {root: [None] for root in roots})
+    for node, above in parents.items():
+        for parent in above:
+            users[parent].append(node)
+    return list(TopologicalSorter(parents).static_order()), users
 
 
 def _is_hooked(node: Any) -> bool:
-    """Whether a node of the graph has hooks that are not ours.
-
-    Torch does not list them, but all hooks of a node (of one kind) are in one dictionary, and a new
-    hook's handle knows it.
-    """
+    """Whether a node has hooks that are not ours: the handle of a new one knows all of its kind."""
     for register in (node.register_prehook, node.register_hook):
         handle: RemovableHandle = register(lambda *_: None)
         hooks = handle.hooks_dict_ref()
@@ -300,10 +275,9 @@ def _is_of_library(hook: Any) -> bool:
 
 @contextmanager
 def left_alone(nodes: Iterable[Any]) -> Iterator[None]:
-    """Let gradients of recorded parameters be what they were, whatever a backward pass accumulates.
+    """Let gradients of recorded parameters above some nodes be what they were before a pass.
 
-    Hooks that wait for an accumulated gradient, such as of an optimiser, do not run. It starts
-    at some nodes of the graph: what is not above belongs to others.
+    Hooks that wait for an accumulated gradient, such as of an optimiser, do not run.
     """
     leaves = {id(node.variable) for node in nodes_above(nodes) if hasattr(node, "variable")}
     own = (p for call in alive.all_live_calls() for p in call.params.values())

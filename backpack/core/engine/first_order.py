@@ -199,7 +199,7 @@ def _only_call(work: Work) -> Visit | None:
 def _gradient_use(call: Visit, rows: Rows, folds: bool = False, samples: Rows = None) -> Use:
     """Return the gradient at some rows of a call as its only column, for any of its parameters.
 
-    If it ``folds`` them, the rows of a sample have an axis of their own: those of ``samples``.
+    ``folds``: rows of a sample have an axis of their own, in those of ``samples``.
     """
     c = context_of(call, folds=folds, shares=folds)
     c.reads_entries = not call.shards or call.reads_parameters(travels=False, is_shown=False)

@@ -30,23 +30,15 @@ HIDDEN = (
 
 @dataclass
 class ForeignUses:
-    """What functions read of the parameters of one backward pass.
+    """What functions read of the parameters of one backward pass."""
 
-    Attributes:
-        exts: The first-order extensions.
-        given: The models that were called.
-        hidden: Parameters whose gradients have changed while a function of Python computed its own.
-        trained: Parameters of the calls that were visited.
-        told: Parameters of containers, which tell of them.
-        waiting: Calls and what functions above them read that is not told yet, and whether it is
-            told in any case, not as a parameter of a layer alone.
-    """
-
-    exts: Sequence[Extension]
-    given: Collection[Given]
-    hidden: HiddenGradients
-    trained: list[Mapping[str, Parameter]] = field(default_factory=list)
-    told: list[Parameter] = field(default_factory=list)
+    exts: Sequence[Extension]  # of first order
+    given: Collection[Given]  # the models that were called
+    hidden: HiddenGradients  # has parameters whose gradients change inside of functions of Python
+    trained: list[Mapping[str, Parameter]] = field(default_factory=list)  # of visited calls
+    told: list[Parameter] = field(default_factory=list)  # of containers, which tell of them
+    # what functions above a call read that is not told yet, and whether it is told in any case:
+    # not as a parameter of a layer alone
     waiting: list[tuple[Visit, Tensor, bool]] = field(default_factory=list)
 
     def note(self, call: Visit, leaves: Sequence[Tensor], is_told: bool) -> None:
@@ -65,10 +57,9 @@ class ForeignUses:
         self.hidden.watch(functions, [*self._modules()])
 
     def is_of_layer(self, parameter: Tensor) -> bool:
-        """Whether a module of a model has a parameter, be it called or not.
+        """Whether a module of a model, called or not, has a parameter, of which no container tells.
 
-        A container that was called tells of its own parameters; one that was converted does not,
-        which have quantities all the same.
+        One that was called tells of its own, but one that was converted has quantities for them.
         """
         told = (
             p
@@ -104,10 +95,7 @@ class ForeignUses:
         self.waiting.clear()
 
     def tell_hidden(self, inside: Collection[Parameter]) -> None:
-        """Tell of parameters that have gradients of a pass inside, but no module with a result.
-
-        Such passes have used the modules of those that are ``inside``.
-        """
+        """Tell of parameters with gradients of passes inside that no module had there."""
         shapes = [str(list(p.shape)) for p in self.hidden.found if p not in inside]
         if shapes:
             fail(self.exts, HIDDEN.format(checks.listed(shapes)))

@@ -35,10 +35,7 @@ REACHED, MISSED, ENTERED = BackwardPass.reached, BackwardPass.missed, BackwardPa
 
 
 def extend_one(module: Module, name: str, debug: bool = False) -> None:
-    """Let the calls of one module be recorded, without those of its children.
-
-    Messages call it by the ``name``.
-    """
+    """Let calls of one module, which messages call ``name``, be recorded; without its children."""
     own = vars(module)
     own["_backpack_name"], own["_backpack_identity"] = name, id(module)
     if isinstance(module, torch.jit.ScriptModule):

@@ -23,27 +23,17 @@ from backpack.core.record.visits import Visit
 
 
 class Entry:
-    """One call of ``backward()``, until it returns.
-
-    Attributes:
-        roots: What it was called on.
-        nodes: Where it starts in the graph.
-        elided: Parameters whose gradients autograd was not asked for, and that still need one.
-        visits: Calls whose kernels do not run, as the backward pass is to see them.
-        terms: What the losses say about the samples, if first-order extensions are active.
-        task: Autograd's number of the backward pass, once it has started.
-        seed: The gradient that it starts with at the last of the roots, once it has started there.
-    """
+    """One call of ``backward()``, until it returns."""
 
     def __init__(self, roots: tuple[Any, ...]):
         """Wait for the start."""
-        self.roots = roots
+        self.roots = roots  # what it was called on
         self.nodes = [x.grad_fn if isinstance(x, Tensor) else x.node for x in roots]
-        self.elided: set[Parameter] = set()
-        self.visits: dict[Call, Visit] = {}
-        self.terms: LossTerms | None = None
-        self.task: int | None = None
-        self.seed: Tensor | None = None
+        self.elided: set[Parameter] = set()  # autograd was not asked for theirs: they need one yet
+        self.visits: dict[Call, Visit] = {}  # of calls whose kernels do not run
+        self.terms: LossTerms | None = None  # what losses say about samples, for first order
+        self.task: int | None = None  # autograd's number of the backward pass, once it has started
+        self.seed: Tensor | None = None  # the gradient at the last of the roots, once it is there
 
     def start(self, seeds: Sequence[Tensor | None] = ()) -> None:
         """Note that the first node runs, before passes inside of this one start."""
@@ -62,12 +52,9 @@ class Entry:
 class InterceptBackward(overrides.TorchFunctionMode):
     """Notes what ``backward()`` is called on; asks for no gradients that are computed anyway.
 
-    The first lets the engine notice a modified loss, for the second see
-    :mod:`backpack.core.engine.elided_gradients`.
-
     Args:
         completed: Called when autograd will bring nothing more to a call, where that is known.
-        elides: Whether gradients may be left out.
+        elides: Whether gradients may be left out: see :mod:`backpack.core.engine.elided_gradients`.
         program: Is told of all functions, and of what ``backward()`` is called on, if there is one.
     """
 
@@ -90,8 +77,7 @@ class InterceptBackward(overrides.TorchFunctionMode):
     def __exit__(self, *exception: object) -> None:
         """Pop the mode, also from below modes that are not left yet.
 
-        If it is in use, or was put on in another thread, it stays there, does nothing, and the next
-        one takes it along.
+        If it is in use, or was put on in another thread, the next one takes it along.
         """
         self.was_left = True
         if self.program is not None and any(exception) and not self.program.roots:
@@ -148,16 +134,16 @@ class InterceptBackward(overrides.TorchFunctionMode):
             return func(*args, **kwargs)
         call = signature(func).bind(*args, **kwargs)
         inputs, differentiable = map(call.arguments.get, ("inputs", "create_graph"))
-        if differentiable and not configuration.gradients:
+        if configuration.gradients:
+            has_tangents = forward_ad._current_level >= 0  # which gradients get, too
+            if differentiable or inputs is not None or has_tangents:
+                return func(*args, **kwargs)
+            return self._elided(func, entry, call, candidates)
+        if differentiable:
             raise ValueError(
                 "gradients=False: backward(create_graph=True) asks for gradients. Leave one of "
                 "them out."
             )
-        has_tangents = forward_ad._current_level >= 0  # which gradients get, too
-        if differentiable or (configuration.gradients and (inputs is not None or has_tangents)):
-            return func(*args, **kwargs)
-        if configuration.gradients:
-            return self._elided(func, entry, call, candidates)
         if inputs is not None:  # perhaps a generator
             named = inputs.values() if isinstance(inputs, dict) else inputs
             is_one = isinstance(inputs, Tensor | GradientEdge)
@@ -190,9 +176,9 @@ class InterceptBackward(overrides.TorchFunctionMode):
 
 
 def set_aside() -> InterceptBackward | None:
-    """Pop our mode while this library reads tensors; the caller puts it back if there is one.
+    """Pop our mode while this library reads tensors, unless a program is told of functions.
 
-    Only if functions come to it next, and nobody needs to be told of them.
+    The caller puts it back if there is one.
     """
     mode = overrides._get_current_function_mode()
     is_ours = isinstance(mode, InterceptBackward) and mode.program is None

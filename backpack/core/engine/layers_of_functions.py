@@ -81,9 +81,9 @@ def find_layers(calls: Sequence[Visit]) -> None:
         for end in chain.from_iterable(uses.pop(reader).ends for reader in left):
             layers.pop(end, None)
     for call, layer in layers.items():
-        call.become(layer)
+        vars(call).update(vars(layer))
     for view in chain.from_iterable(views for views, _ in uses.values()):
-        view.take_no_part()
+        view.trained, view.is_transparent = {}, True  # what it has computed is read as it is
 
 
 def _uses_of(reader: Visit, consumers: Mapping[Origin | None, Sequence[Visit]]) -> Uses:

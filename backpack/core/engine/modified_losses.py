@@ -29,15 +29,7 @@ LINEAR_NODES = words(
 def check_losses(plan: Plan, roots: Sequence[Tensor | GradientEdge]) -> bool:
     """Refuse losses of several numbers; warn if ``backward()`` is not of constants times losses.
 
-    Args:
-        plan: The reached calls.
-        roots: What ``backward()`` was called on, if that is known.
-
-    Returns:
-        Whether it is known to be such multiples.
-
-    Raises:
-        ValueError: If a loss is no scalar, or reads another one.
+    Return whether the ``roots``, which it was called on, are known to be such multiples.
     """
     for call in plan.losses:
         if call.shape_out[0].numel() != 1:
@@ -71,8 +63,8 @@ def _nonlinear_node(
 ) -> str | None:
     """Find an operation between the losses and ``root`` that is not a sum of constant multiples.
 
-    Constant is what neither the network nor a parameter of its calls has a part in, such as learned
-    weights of tasks: it enters no second derivative with respect to one parameter of the network.
+    Constant is what neither the network nor its parameters have a part in, such as learned weights
+    of tasks: it enters no second derivative with respect to one parameter of the network.
     """
     start = root.grad_fn if isinstance(root, Tensor) else root.node
     if start is None or origin(root) in losses:
@@ -103,10 +95,7 @@ def _nonlinear_node(
 def _is_constant(
     start: tuple[Any, int], params: Collection[Tensor], computed: Set[tuple[Any, int]]
 ) -> bool:
-    """Whether a gradient function leads to no recorded call, and to none of some parameters.
-
-    Those that are ``computed`` are known by their gradient functions.
-    """
+    """Whether a gradient function leads to no recorded call, nor to ``params`` (or their nodes)."""
     stack, seen = [start], set()
     while stack:
         node, slot = stack.pop()
@@ -138,11 +127,7 @@ def root_of_scale(call: Visit, savefields: str) -> Tensor | None:
 
 
 def root_of_factor(scale: Tensor, loss: Module, savefields: str) -> Tensor | None:
-    """Return the square root of what a loss was multiplied with; None for 1.
-
-    Raises:
-        ValueError: If it is negative: there is no real square root of the curvature.
-    """
+    """Return the root of what a loss was multiplied with; None for 1, a ValueError if it is < 0."""
     value = float(scale) if has_values(scale) else None
     if value is not None and value < 0:
         raise ValueError(

@@ -40,23 +40,14 @@ class Producer(NamedTuple):
 
 
 class Feed(NamedTuple):
-    """An input of a call that another one has computed, for a selection of samples.
+    """An input of a call that another one has computed, for a selection of samples."""
 
-    Attributes:
-        slot: Number of the input.
-        origin: Identity of the tensor.
-        shape: Its canonical shape as the input.
-        shape_there: Its canonical shape as the output of the other call.
-        is_copied: Whether the input has no samples: one tensor that all rows read.
-        is_gathered: Whether the tensor has no samples, and the other call no rows of its own.
-    """
-
-    slot: int
-    origin: Origin
-    shape: Sequence[int]
-    shape_there: Sequence[int]
-    is_copied: bool
-    is_gathered: bool
+    slot: int  # number of the input
+    origin: Origin  # identity of the tensor
+    shape: Sequence[int]  # its canonical shape as the input
+    shape_there: Sequence[int]  # as the output of the other call
+    is_copied: bool  # whether the input has no samples: one tensor for all rows
+    is_gathered: bool  # whether the tensor has none, and the other call no rows of its own
 
 
 class Passage(NamedTuple):
@@ -72,10 +63,7 @@ def set_apart(calls: Iterable[Visit], exts: Iterable[Extension]) -> None:
 
     They do from the forward pass on if the extension was made before it. Otherwise the output (or
     the input itself) cannot be told from the input: what has read the tensor since has read the
-    output, if that is a single call.
-
-    Raises:
-        ValueError: If several calls have read the tensor since.
+    output, if that is a single call, else it is a ValueError.
     """
     exts = list(filter(attrgetter("rules"), exts))
     if not exts:
@@ -184,10 +172,7 @@ class Plan:
         return {loss: loss.derivatives.predictions(context_of(loss)) for loss in self.losses}
 
     def column_bytes(self) -> int | None:
-        """Return the bytes of a column where it is largest.
-
-        None if rows merge, and columns split: there are more of them at some calls than at others.
-        """
+        """Return the bytes of the largest column; None if rows merge, and columns split."""
         if not all(map(attrgetter("rows_are_samples"), self.calls)):
             return None
         shapes = [s for call in self.calls for s in (*call.shape_in, *call.shape_out) if s]
@@ -229,31 +214,27 @@ class Plan:
             return
         sizes = {self._samples_of_part[call] for call, _ in self.uses[p]}
         if len(sizes) > 1:
-            uses = ", ".join(repr(call) for call, _ in self.uses[p])
-            raise ValueError(
-                f"A parameter is used on batches of different sizes ({uses}): samples of one have "
-                f"no partner in the other. {self._how_to_part_batches}"
-            )
+            self._refuse_sizes("A parameter", map(repr, (call for call, _ in self.uses[p])))
 
     def check_one_batch_for_all(self, what: str | Visit) -> None:
         """Refuse ``what``, or a call without samples, where batches have several sizes."""
         sizes = {size: call for call, size in self._samples_of_part.items() if size}
         if len(sizes) > 1:
-            uses = ", ".join(f"{size} at {sizes[size]!r}" for size in sorted(sizes))
             name = what if isinstance(what, str) else f"{what!r} has no samples, and"
-            raise ValueError(
-                f"{name} is used on batches of different sizes ({uses}): samples of one have no "
-                f"partner in the other. {self._how_to_part_batches}"
-            )
+            self._refuse_sizes(name, (f"{size} at {sizes[size]!r}" for size in sorted(sizes)))
 
-    @property
-    def _how_to_part_batches(self) -> str:
-        """Say what to do where samples of one batch have no partner in another."""
-        if any(is_converted(call.module) for call in self.calls):
-            return "Use one backward pass for each batch."
-        return (
-            "If functions merge other axes with that of the samples, use extend(model, "
-            "use_converter=True), which follows the samples; else one backward pass for each batch."
+    def _refuse_sizes(self, what: str, uses: Iterable[str]) -> None:
+        """Say that something is used on batches of several sizes, and what to do."""
+        advice = "Use one backward pass for each batch."
+        if not any(is_converted(call.module) for call in self.calls):
+            advice = (
+                "If functions merge other axes with that of the samples, use extend(model, "
+                "use_converter=True), which follows the samples; else one backward pass for each "
+                "batch."
+            )
+        raise ValueError(
+            f"{what} is used on batches of different sizes ({', '.join(uses)}): samples of one "
+            f"have no partner in the other. {advice}"
         )
 
     @lazy

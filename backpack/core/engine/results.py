@@ -20,92 +20,57 @@ from backpack.core.types import Extension
 
 
 class Beside(NamedTuple):
-    """The ``p.grad`` that a result belongs to: that of the time when the result was saved.
+    """The ``p.grad`` that a result belongs to: that of the time when the result was saved."""
 
-    Attributes:
-        value: The result.
-        grad: The gradient; None if there was none.
-        version: Counts its changes in place.
-    """
-
-    value: ref[Tensor]
+    value: ref[Tensor]  # the result
     grad: ref[Tensor] | None
-    version: int
+    version: int  # counts changes of the gradient in place
 
 
 class Used(NamedTuple):
-    """The gradient that the last step of an optimiser has used.
-
-    Attributes:
-        grad: The gradient.
-        version: Counts its changes in place.
-        is_added_to: Whether a backward pass has found it unchanged, and added to it.
-    """
+    """The gradient that the last step of an optimiser has used."""
 
     grad: ref[Tensor]
-    version: int
-    is_added_to: bool = False
+    version: int  # counts its changes in place
+    is_added_to: bool = False  # whether a backward pass found it unchanged, and added to it
 
 
 class Averaged(NamedTuple):
-    """The processes that a result is of, if its gradient is averaged over several.
+    """The processes that a result is of, if its gradient is averaged over several."""
 
-    Attributes:
-        groups: Groups that have all of them as their product: usually one.
-        is_of_samples: Whether the result has an axis of the samples of this process alone.
-    """
-
-    groups: tuple[Any, ...]
-    is_of_samples: bool
+    groups: tuple[Any, ...]  # that have all of them as their product: usually one
+    is_of_samples: bool  # whether the result has an axis of the samples of this process alone
 
 
 class Factors(list[Tensor]):
-    """Kronecker factors, with what whoever multiplies with them has to know.
-
-    Attributes:
-        swaps_axes: Whether they are those of ``p.transpose(0, 1)``.
-        partner: The weight of a bias, or the bias of a weight, that has them together with it.
-    """
+    """Kronecker factors, with what whoever multiplies with them has to know."""
 
     def __init__(self, factors: Iterable[Tensor], products: Any, joint: bool):
         """Read it from the products that they are made of; ``joint``: bias and weight have one."""
         super().__init__(factors)
-        self.swaps_axes: bool = products.swaps_axes
+        self.swaps_axes: bool = products.swaps_axes  # whether they are those of p.transpose(0, 1)
+        # the weight of a bias, or the bias of a weight, that has them as well
         partner = products.partner if joint else None
         self.partner = None if partner is None else ref(partner)
 
 
 @dataclass
 class Result:
-    """What is noted of a result.
+    """What is noted of a result."""
 
-    Attributes:
-        owner: The savefield of the extension that has saved it.
-        beside: The gradient that it belongs to, if that was noted.
-        accumulated: What it is made of, to which the next backward pass may add.
-        moved: Identity of the value in whose place another is, by :func:`put_in_place`.
-        averaged: The processes that it is of; None if it is that of one alone.
-        swaps_axes: Whether Kronecker factors are those of ``p.transpose(0, 1)``; None if unknown.
-        partner: The parameter that has its Kronecker factors together with this, if there is one.
-    """
-
-    owner: str = ""
-    beside: Beside | None = None
-    accumulated: Any = None
-    moved: int | None = None
-    averaged: Averaged | None = None
-    swaps_axes: bool | None = None
-    partner: ref[Parameter] | None = None
+    owner: str = ""  # the savefield of the extension that has saved it
+    beside: Beside | None = None  # the gradient that it belongs to, if that was noted
+    accumulated: Any = None  # what it is made of, to which the next backward pass may add
+    moved: int | None = None  # id of the value in whose place another is: see put_in_place
+    averaged: Averaged | None = None  # the processes that it is of, if several
+    swaps_axes: bool | None = None  # whether Kronecker factors are those of p.transpose(0, 1)
+    partner: ref[Parameter] | None = None  # that has them together with this parameter
 
 
 class Attributes(dict[str, Any]):
     """The attributes of a parameter (its ``__dict__``), with a note of which are results.
 
     PyTorch pickles all attributes of a parameter. Results are left out.
-
-    Attributes:
-        results: What is noted of results, by name, in the order in which they were saved first.
-        used: What the last step of an optimiser has used.
     """
 
     __slots__ = ("results", "used")
@@ -113,7 +78,7 @@ class Attributes(dict[str, Any]):
     def __init__(self, attributes: dict[str, Any]):
         """Take over attributes that are no results."""
         super().__init__(attributes)
-        self.results: dict[str, Result] = {}
+        self.results: dict[str, Result] = {}  # in the order in which they were saved first
         self.used: Used | None = None
 
     def others(self) -> dict[str, Any]:
@@ -133,22 +98,15 @@ class Attributes(dict[str, Any]):
 
 
 class Writer:
-    """Writes the results of one backward pass at parameters, and takes them back if it fails.
-
-    Attributes:
-        debug: Whether to print what is written.
-        originals: Parameters by the copies that rules see.
-        untrained: Parameters without results, left out by ``backward(inputs=...)``.
-        is_mute: Whether nothing is to be written.
-        collected: What all parameters have, for extensions that make results of that.
-    """
+    """Writes the results of one backward pass at parameters, and takes them back if it fails."""
 
     def __init__(self, debug: bool):
         """Nothing is written."""
-        self.debug = debug
-        self.originals: dict[Tensor, Any] = {}
-        self.untrained: set[Parameter] = set()
-        self.is_mute = False
+        self.debug = debug  # whether to print what is written
+        self.originals: dict[Tensor, Any] = {}  # parameters by the copies that rules see
+        self.untrained: set[Parameter] = set()  # without results: see backward(inputs=...)
+        self.is_mute = False  # whether nothing is to be written
+        # what parameters have, for extensions that make results of that of all
         self.collected: dict[Extension, dict[Parameter, Any]] = {}
         # ids of the values, which would outlive what an extension hook drops
         self._written: list[tuple[Parameter, str, int]] = []
@@ -160,9 +118,8 @@ class Writer:
     ) -> None:
         """Make a value an attribute of a parameter, as a tensor (or a list) that nobody else has.
 
-        It is taken out of a list: the value has no other name then, which would cost a copy. If no
-        ``savefield`` is given, it is that of the extension, which may collect values of all
-        parameters before.
+        It is taken out of a list: it has no other name then, which would cost a copy. Without a
+        ``savefield`` it is that of the extension, which may collect values of all parameters first.
         """
         value = values.pop(0)
         if self.originals:
@@ -346,8 +303,7 @@ _ALONE = _users(torch.empty(1))  # the tensor lives while it is counted
 def owned(tensor: Tensor) -> Tensor:
     """Return a tensor if nobody else has its memory, and it may be changed in place, else a copy.
 
-    It is to be the only name of a tensor that was detached: another name of the same tensor goes
-    unnoticed. One with a graph is copied, because the graph may have stored it.
+    Other names of a detached one go unnoticed; the graph of one with a graph may have stored it.
     """
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
     if is_plain and not tensor.requires_grad:

@@ -23,14 +23,7 @@ _BELONGS = attrgetter("belongs_to_gradient")
 
 
 class Trained:
-    """The parameters that a backward pass gives a gradient.
-
-    Attributes:
-        owed: Those whose gradient this pass has to accumulate, in autograd's place.
-        gradients: Of these, until they are accumulated.
-        accumulated: Whether ``p.grad`` had entries other than 0 before, of parameters whose
-            results belong to the gradient of this pass.
-    """
+    """The parameters that a backward pass gives a gradient."""
 
     _restricted = True  # whether autograd tells which parameters it accumulates into
 
@@ -45,8 +38,9 @@ class Trained:
         self._entry, self._combining, self._untrained = entry, combining, untrained
         self._wants_gradients = configuration.gradients
         self._notes_accumulation = any(map(_BELONGS, configuration.first_order))
-        self.owed: set[Parameter] = set()
-        self.gradients: dict[Parameter, Tensor] = {}
+        self.owed: set[Parameter] = set()  # this pass accumulates theirs, in autograd's place
+        self.gradients: dict[Parameter, Tensor] = {}  # of these, until they are accumulated
+        # whether p.grad had entries other than 0 before, where results belong to this gradient
         self.accumulated: dict[Parameter, Tensor] = {}
 
     def find(self, call: Visit) -> None:

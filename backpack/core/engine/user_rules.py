@@ -26,9 +26,9 @@ Deliver = Callable[[Iterable[Tensor | None]], None]
 def sample_counts(
     call: Visit, subsampling: Sequence[int] | None, samples: int | None = None
 ) -> set[int]:
-    """Return how many samples a user's rule may find in a call: those, or their rows.
+    """Return how many samples (or rows) a user's rule may find in a call; empty if unknown.
 
-    Empty if it is not known. All calls may agree on a number of ``samples``.
+    All calls may agree on a number of ``samples``.
     """
     rows, samples = Plan.num_rows(call), samples or Plan.num_samples(call)
     if subsampling is not None:
@@ -108,7 +108,8 @@ def run_rule(
     call, counts = c.call, sample_counts(c.call, ext.get_subsampling(), samples)
     with c.shown() as module:
         gradients = call_gradients(call)
-        return rule.run(ext, module, *gradients, arrived, save, call.goes_on, counts)
+        goes_on = any(map(call.is_differentiated, range(len(call.inputs))))
+        return rule.run(ext, module, *gradients, arrived, save, goes_on, counts)
 
 
 class InputGradients(Sequence[Any]):

@@ -86,10 +86,7 @@ def live_calls(module: Module) -> list[Call]:
 
 
 def preserve(tensor: Tensor, copy: Tensor) -> None:
-    """Let recorded calls keep the entries of a tensor that is about to change in place.
-
-    The copy has the same entries elsewhere, and the same place in the graph.
-    """
+    """Let calls keep the entries of a tensor that is about to change in place, from a ``copy``."""
     storage, mark = tensor.untyped_storage().data_ptr(), origin(copy)
     is_own = tensor._base is None
     copies: dict[int, Tensor] = {}

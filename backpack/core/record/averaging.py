@@ -12,20 +12,12 @@ _places: WeakKeyDictionary[Any, Mapping[int, int]] = WeakKeyDictionary()
 
 
 class Averaging(NamedTuple):
-    """What a ``DistributedDataParallel`` makes of the gradients of a forward pass inside of it.
+    """What a ``DistributedDataParallel`` makes of the gradients of a forward pass inside of it."""
 
-    Attributes:
-        group: The processes that it is one of.
-        is_on: Whether it averages them: not under ``no_sync()``.
-        may_stop: Whether some processes may have no batch left (``model.join()``).
-        places: Which parameters it averages the gradients of, by their ids: their numbers, the same
-            on all processes.
-    """
-
-    group: Any
-    is_on: bool
-    may_stop: bool
-    places: Mapping[int, int]
+    group: Any  # the processes that it is one of
+    is_on: bool  # whether it averages them: not under ``no_sync()``
+    may_stop: bool  # whether some processes may have no batch left (``model.join()``)
+    places: Mapping[int, int]  # parameters, by id: their numbers, the same on all processes
 
     @classmethod
     def by(cls, wrapper: Any) -> Averaging:
@@ -40,8 +32,7 @@ class Averaging(NamedTuple):
 def _averaged_by(wrapper: Any) -> dict[int, int]:
     """Number the parameters whose gradients a wrapper averages, by their ids.
 
-    Those that were frozen when the wrapper was made are not among them, also if they are not frozen
-    any more: its buckets tell, which are asked for only then, since that takes their memory.
+    Not those that were frozen when it was made: its buckets tell, which takes their memory.
     """
     places = {id(p): i for i, p in enumerate(wrapper._module_parameters)}
     if wrapper._get_ddp_logging_data()["num_parameter_tensors"] == len(places):
@@ -60,18 +51,13 @@ def is_wrapped() -> bool:
 
 
 class Processes(NamedTuple):
-    """Processes over which the gradient of a parameter is averaged.
+    """Processes over which the gradient of a parameter is averaged."""
 
-    Attributes:
-        groups: Groups that have all of them as their product: usually one. Each process of the
-            first has a shard, those of a second have the same shards.
-        factor: What the sum of gradients is divided by. None: their number.
-        are_sharding: Whether each has a shard of the parameter, and of its gradient.
-    """
-
+    # they have all as their product. Usually one; each process of the first has a shard, those of
+    # a second have the same shards
     groups: tuple[Any, ...]
-    factor: float | None = None
-    are_sharding: bool = False
+    factor: float | None = None  # what the sum of gradients is divided by. None: their number
+    are_sharding: bool = False  # whether each has a shard of the parameter, and of its gradient
 
     @property
     def number(self) -> int:

@@ -60,28 +60,21 @@ class Call(PlacedCall):
     """One call of a module: its inputs, its output, and where they come from.
 
     Attributes:
-        index: Increases in the order of the calls.
         versions: How often inputs and outputs had been changed in place.
-        saved: What the derivatives keep, such as a dropout mask.
         was_first: Whether no hook has seen the output before, and could have changed it.
         is_followed: Whether the functions around the call are known: those of a converted model, or
             of a recorded one that runs.
         averaging: What is done to the gradients over processes, if anything.
-        repeats: Index of the input whose entries the output has, though it is not transparent:
-            an extension has a rule for it.
         reads_functions: Whether it has read what no recorded call has returned, but has a gradient.
-
-        producers: Calls that compute inputs again that are not kept, by the number of the input.
-        computed_with: What the output was computed with, if it is not kept.
-        recompute_depth: How many calls in a row have to run to compute the output again.
     """
 
-    index: float
-    saved: dict[str, Any]
+    index: float  # increases in the order of the calls
+    saved: dict[str, Any]  # what the derivatives keep, such as a dropout mask
+    # those that compute inputs again which are not kept, by the number of the input
     producers: Mapping[int, Call] = MappingProxyType({})
-    computed_with: list[State] | None = None
-    recompute_depth = 1
-    repeats: int | None = None
+    computed_with: list[State] | None = None  # of an output that is not kept
+    recompute_depth = 1  # how many calls in a row have to run to compute the output again
+    repeats: int | None = None  # input whose entries the output has, though for a rule of users
 
     def __init__(
         self,
@@ -200,10 +193,7 @@ class Call(PlacedCall):
         return call
 
     def _drop_unread_tensors(self, outputs: tuple[Tensor, ...]) -> None:
-        """Keep no large tensor that the derivatives do not read, if it can be computed again.
-
-        Autograd frees it as well, where an activation reads the output of a layer.
-        """
+        """Keep no large tensor that no derivative reads, if it can be computed again."""
         self.outputs = tuple([y.detach() for y in outputs])
         rule, mark = self.derivatives, self.origins_out[0]
         is_plain = type(outputs[0]) is Tensor and not torch._C._is_any_autocast_enabled()
@@ -226,11 +216,6 @@ class Call(PlacedCall):
                 self.inputs = (*self.inputs[:i], stored, *self.inputs[i + 1 :])
                 self.recompute_depth = max(self.recompute_depth, producer.recompute_depth + 1)
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether any input needs a gradient."""
-        return any(map(self.is_differentiated, range(len(self.inputs))))
-
     def is_differentiated(self, i: int) -> bool:
         """Whether an input needs a gradient."""
         return self.origins_in[i] is not None or getattr(self.inputs[i], "requires_grad", False)
@@ -243,11 +228,7 @@ class Call(PlacedCall):
         return tuple(again.get(i, x) for i, x in enumerate(self.inputs))
 
     def whole_outputs(self) -> tuple[Tensor, ...]:
-        """Return the outputs; those that were not kept are computed again, with a graph.
-
-        Raises:
-            RuntimeError: If a parameter, buffer or input was changed, or the call was released.
-        """
+        """Return the outputs; those that were not kept are computed again, with a graph."""
         if self.computed_with is None:
             return self.outputs
         self.check_released()
@@ -279,19 +260,13 @@ class Call(PlacedCall):
             self.release()
 
     def forward(self, leaves: Sequence[Any]) -> Any:
-        """Call the module's ``forward`` again, with other values for the (flattened) arguments.
-
-        With the parameters and buffers, and in the mode (training or evaluation), of the call.
-        """
+        """Call ``forward`` again, as the module was, with other values for its arguments."""
         args, keywords = self.arguments(leaves)
         with self.as_it_was(), disable():
             return self.called.forward(*args, **keywords)
 
     def reads_parameters(self, travels: bool, is_shown: bool) -> bool:
-        """Return whether derivatives depend on entries of a parameter that the call has read.
-
-        See :func:`reading_parameters`.
-        """
+        """Whether derivatives depend on entries of a parameter of the call: see below."""
         rule = self.derivatives
         if is_shown and self.computed_with is not None:
             return True
@@ -324,11 +299,7 @@ class Call(PlacedCall):
         return tuple(map(version_of, self.outputs)) != self.versions[len(self.inputs) :]
 
     def check_unchanged(self) -> None:
-        """Refuse to work with tensors that were changed in place.
-
-        Raises:
-            RuntimeError: If that is so.
-        """
+        """Refuse to work with tensors that were changed in place: a RuntimeError."""
         relevant, rule = self.inputs, self.derivatives
         if rule is not None and (rule.needs_output or rule.reads_output):
             relevant += self.outputs
@@ -362,10 +333,7 @@ def is_converted(module: Module) -> bool:
 def reading_parameters(calls: Iterable[Call], travels: bool, is_shown: bool) -> list[Call]:
     """Return the calls whose derivatives depend on entries of parameters.
 
-    Args:
-        calls: Calls that may be among them.
-        travels: Whether something travels through calls, besides gradients.
-        is_shown: Whether code of users sees inputs and outputs.
+    ``travels``: something does through calls, besides gradients; ``is_shown``: users see calls.
     """
     known = [call for call in calls if call.derivatives is not None and call.outputs]
     return [call for call in known if call.reads_parameters(travels, is_shown)]

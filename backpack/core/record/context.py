@@ -158,9 +158,8 @@ class Context:
     def shown(self, for_users: bool = False) -> Iterator[Any]:
         """Show the call to code of users: the module has its ``input0, input1, …`` and ``output``.
 
-        It also has parameters, buffers, mode and options of the call, if it has others by now.
-        While another thread works with the module, such as a loss that two models share, a copy
-        gets them. ``for_users``: parameters that were changed during the backward pass stay so.
+        And parameters, buffers, mode and options of the call. If another thread works with it, a
+        copy has all that. ``for_users``: parameters that the backward pass has changed stay so.
         """
         call, thread, is_own = self.call, get_ident(), self.module is self.call.module
         module = call.called if is_own else self.module
@@ -265,13 +264,9 @@ def context_of(
 
 
 def at_hand(module: Module, grads: Sequence[Tensor | None] | None, rows: Rows) -> Context:
-    """Return the call that a module shows, else its latest recorded one.
+    """Return the call that a module shows, else its latest recorded one (or a RuntimeError).
 
-    With the gradients of the loss with respect to its outputs, if they are known, and rows of the
-    batch.
-
-    Raises:
-        RuntimeError: If no forward pass of the module is recorded.
+    With the gradients at its outputs, if they are known, and rows of the batch.
     """
     shown = vars(module).get(SHOWN)
     if shown is not None:

@@ -17,7 +17,8 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Generator, Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from backpack.core.record.compiler import Mode
 
 T = TypeVar("T")
 
@@ -79,10 +80,10 @@ def evaluated_alike(function: Callable[[], T]) -> T:
     return evaluated_apart(seeded)[0] if is_random else value
 
 
-class OwnGenerators(TorchDispatchMode):
+class OwnGenerators(Mode):
     """Draws the random numbers of this thread from generators that are seeded here.
 
-    Those inside of operators that torch does not know, and of Python and NumPy, are the program's.
+    Not those inside of operators that torch does not know, nor those of Python and NumPy.
     """
 
     supports_higher_order_operators = True
@@ -100,10 +101,6 @@ class OwnGenerators(TorchDispatchMode):
         kwargs = kwargs or {}
         own = self._generator(args, kwargs) if _may_draw(func) else None
         return func(*args, **kwargs) if own is None else _drawn_from(own, func, args, kwargs)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # True would import torch._dynamo: a second, and 130 MB
 
     def _generator(self, args: Sequence[Any], kwargs: Any) -> Generator | None:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -127,10 +124,7 @@ def _may_draw(func: Any) -> bool:
 
 @cache
 def draws_nothing(function: Callable[..., Any] | str) -> bool:
-    """Whether a function is an operator of torch (a method of that name) that never draws.
-
-    So say torch's declarations. What is written in Python may draw besides calling an operator.
-    """
+    """Whether a function is an operator of torch (a method of that name) declared to never draw."""
     if isinstance(function, str):
         function = getattr(Tensor, function, draws_nothing)
     name = getattr(function, "__name__", "")

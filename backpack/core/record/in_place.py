@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from backpack.context import STATE
 from backpack.core.features import hooks_of_saved_tensors
 from backpack.core.record.alive import preserve
-from backpack.core.record.compiler import is_traced
+from backpack.core.record.compiler import in_transform, is_traced
 from backpack.core.record.data_flow import DENSE, FORM, tensors_in
 from backpack.core.record.data_notes import layout_of, note
 from backpack.core.record.weights import TENSORS, version_of
@@ -21,7 +21,6 @@ NO_COPY = (
     "changes its input in place, which it did not when it was extended, or a hook that was "
     "registered later has replaced the input. It is recorded from the next forward pass on."
 )
-_in_transform = torch._C._functorch.peek_interpreter_stack
 
 
 def former_of(x: Tensor) -> Tensor:
@@ -35,7 +34,7 @@ def former_of(x: Tensor) -> Tensor:
 def keep_former(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Keep copies of arguments that a module may change, for this call and those that hold them."""
     is_recording = torch.is_grad_enabled() and not STATE.get().disabled and not is_traced()
-    if not is_recording or _in_transform() is not None:
+    if not is_recording or in_transform() is not None:
         return
     with torch._C.DisableTorchFunction():
         for x in _may_change(args, kwargs):
@@ -57,10 +56,7 @@ def take_former(
 
 
 def _shared(x: Tensor, copy: Tensor) -> Tensor:
-    """Return autograd's copy of what a tensor was, if it keeps one as well, in the place of ours.
-
-    To look at it where hooks decide what autograd keeps is to call those hooks.
-    """
+    """Return autograd's copy of what a tensor was in the place of ours, if hooks hide none."""
     with torch._C.DisableTorchFunction():
         node = None if hooks_of_saved_tensors(True) is not None else x.grad_fn
         saved: Any = getattr(node, "_saved_self", None)

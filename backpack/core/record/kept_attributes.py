@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.features import hooks_of_saved_tensors
+from backpack.core.record.compiler import in_transform
 from backpack.core.record.generators import is_array, putting_back
 from backpack.core.record.kept_parameters import differing
 from backpack.core.record.module_state import PLAIN, added
@@ -22,8 +23,6 @@ from backpack.core.record.weights import TENSORS, storage_of, version_of
 
 T = TypeVar("T")
 COLLECTIONS = (list, deque, dict, set, bytearray)
-# Tells whether torch.func transforms what runs, such as torch.vmap.
-in_transform = torch._C._functorch.peek_interpreter_stack
 
 
 class Copy(NamedTuple):

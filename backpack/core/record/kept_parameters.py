@@ -55,10 +55,7 @@ class KeptParameters:
     ) -> dict[Tensor, Kept]:
         """Return which of some parameters are no longer what they were, and what that was.
 
-        Args:
-            parameters: The parameters.
-            compared: Those whose entries are compared; of others, a change counts if autograd has
-                counted it. Default: all.
+        Entries are compared of those in ``compared`` (None: all), of others autograd's counts.
         """
         found: dict[Tensor, Kept] = {}
         tensors = list(dict.fromkeys(parameters))
@@ -114,10 +111,9 @@ def differing(pairs: Mapping[T, tuple[Tensor, Tensor]]) -> list[T]:
 def _digests(
     tensors: Sequence[Tensor], taken: Callable[[Tensor], Tensor] = Tensor.clone
 ) -> Iterator[Tensor | None]:
-    """Return what tells the entries of each tensor from others; None if nothing does.
+    """Return the entries of each tensor, as ``taken`` gives them; what tells them if it is large.
 
-    The entries themselves, as ``taken`` gives them, or, of a large tensor, their sum with random
-    weights, which is one pass through memory.
+    That is their sum with random weights, one pass through memory. None if nothing tells.
     """
     with without_autocast() if torch._C._is_any_autocast_enabled() else nullcontext():
         if shards.KNOWN or not TENSORS.issuperset(map(type, tensors)):
@@ -169,22 +165,15 @@ def _states(tensors: Sequence[Tensor]) -> list[State]:
 
 
 class ParametersBefore:
-    """What the calls of one backward pass read: parameters before its hooks have changed them.
+    """What the calls of one backward pass read: parameters before its hooks have changed them."""
 
-    Attributes:
-        read: The parameters of each call that may read them late.
-        moved: Those calls of which a parameter was given other memory (``p.data = …``) since the
-            forward pass.
-        kept: What parameters were; None if no call reads any, or none will any more.
-    """
-
-    kept: KeptParameters | None = None
+    kept: KeptParameters | None = None  # None if no call reads any, or none will any more
 
     def __init__(self, has_second_order: bool, shows_calls: bool) -> None:
         """Keep what is read when others have run: at the end, or where users see calls."""
         self._reads = has_second_order, shows_calls
-        self.read: dict[Call, list[Tensor]] = {}
-        self.moved: set[Call] = set()
+        self.read: dict[Call, list[Tensor]] = {}  # parameters of calls that may read them late
+        self.moved: set[Call] = set()  # they have one with other memory (p.data = …) by now
         self.keep(None)
 
     def keep(self, newest: Call | None) -> None:

@@ -10,29 +10,22 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from backpack.context import without_autocast
+from backpack.core.record.compiler import Mode
 from backpack.core.record.visits import Visit
 
 Cotangents = Sequence[Tensor | None]
 
 
-class KernelOverride(TorchDispatchMode):
-    """Computes what the kernel of one node of a graph would, while autograd runs the node.
+class KernelOverride(Mode):
+    """Computes what the kernel of a node would, at a ``visit``, while autograd runs the node.
 
     The node unpacks what it has stored, and frees it, as without the override.
-
-    Args:
-        node: The node.
-        visit: The call that it belongs to, in the backward pass.
-
-    Attributes:
-        kernel: The operation that the node runs.
-        task: Number of the backward pass that uses it.
     """
 
-    kernel: ClassVar[Any]
+    kernel: ClassVar[Any]  # the operation that the node runs
     receive: Callable[[Cotangents], None]  # those at the node's outputs: always, before `compute`
     compute: Callable[..., Cotangents]  # what the kernel would; called only if autograd needs it
     clear: Callable[[], None]  # frees what was received
@@ -41,7 +34,7 @@ class KernelOverride(TorchDispatchMode):
         """Change nothing yet."""
         super().__init__()
         self.node, self.visit = node, visit
-        self.task: int | None = None
+        self.task: int | None = None  # number of the backward pass that uses it
 
     @property
     def is_running(self) -> bool:
@@ -55,19 +48,12 @@ class KernelOverride(TorchDispatchMode):
         with without_autocast():
             return tuple(self.compute(*args))
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # True would import torch._dynamo: a second, and 130 MB
-
 
 @contextmanager
 def in_use(
     overrides: Sequence[KernelOverride], roots: Sequence[Tensor], completed: Callable[[Visit], None]
 ) -> Iterator[None]:
-    """Let the next backward pass, from some roots, use overrides.
-
-    ``completed`` is called when all nodes of a call that have one have run.
-    """
+    """Let the next backward pass use overrides; a call is ``completed`` when its nodes have run."""
     unfinished = Counter(override.visit for override in overrides)
 
     def start(_: Any) -> None:

@@ -139,11 +139,7 @@ class ModuleState:
         return found
 
     def see_parameters_before(self, changed: Mapping[Tensor, Kept]) -> None:
-        """Let the derivatives see parameters as they were, given what changed ones were.
-
-        Raises:
-            RuntimeError: If one has changed that was not copied.
-        """
+        """Let derivatives see parameters as they were; an error if one changed uncopied."""
         own = {t: changed[t] for t in self.own() if t in changed}
         for t, was in own.items():
             if was.value is None or torch.is_grad_enabled():
@@ -158,10 +154,9 @@ class ModuleState:
         self.kept_values = own | dict(self.kept_values)
 
     def tensors(self, reads_entries: bool = True) -> Mapping[str, Any]:
-        """Return the parameters and buffers that the call has read, as the derivatives see them.
+        """Return parameters and buffers by (qualified) name, as the derivatives see them.
 
-        Those of children have qualified names. What is sharded is gathered if entries are read;
-        else there are tensors of the same shapes.
+        What is sharded is gathered if entries are read; else there are tensors of the same shapes.
         """
         if self.shards and reads_entries:
             shards.need(self.shards)
@@ -185,10 +180,7 @@ class ModuleState:
 
     @contextmanager
     def as_it_was(self, precision: torch.dtype | None = None) -> Iterator[None]:
-        """Let what was called have all that it had then, perhaps with tensors in a precision.
-
-        What it makes itself is where the program makes tensors.
-        """
+        """Let what was called have all that it had then, perhaps with tensors in a precision."""
         module = self.called
         with turn(module):
             if self.module is module and self.has_other_options:  # another thread just had them
@@ -215,21 +207,11 @@ class ModuleState:
     def swap_tensors(
         self, module: Module, precision: torch.dtype | None = None, for_users: bool = False
     ) -> list[Entry]:
-        """Give a module the parameters and buffers of the call, if it has others by now.
+        """Give a module (or a copy) the tensors of the call, where it has others by now.
 
-        Such as its own, after a ``torch.func.functional_call``, or changed ones.
-
-        Args:
-            module: That of the call, or a copy.
-            precision: Cast all of them.
-            for_users: Parameters that have changed as they are now, and sharded ones as users see
-                them.
-
-        Returns:
-            What has been replaced: see :func:`put`.
-
-        Raises:
-            RuntimeError: If it has other children, or an attribute hides one of them.
+        Such as after a ``torch.func.functional_call``; all of them if they are cast to a precision.
+        ``for_users``: parameters that have changed as they are now, sharded ones as users see them.
+        Return what to :func:`put` back. Other children, or a hidden parameter, are an error.
         """
         own, reads = tensors_of_modules(module), self.read
         if len(own) != len(reads):

@@ -36,52 +36,32 @@ UNSEEN = (
 
 
 class PlacedCall(ModuleState):
-    """One call of a module, with the place of the samples in its inputs and outputs.
+    """One call of a module, with the place of the samples in its inputs and outputs."""
 
-    Attributes:
-        derivatives: The rule of the module; None for a container.
-        inputs: Arguments in the order of the signature, nested ones flattened; tensors attached to
-            their graph.
-        outputs: Output tensors, flattened and detached.
-        shape_in: Shapes of the inputs; None for what is no tensor.
-        shape_out: Shapes of the outputs.
-        structure: How the arguments were nested; None if they were not.
-        is_container: Whether the module has children, and no rule.
-        is_transparent: Whether the output has the entries of the input: nothing to differentiate.
-        origins_in: Identity of each input; None where nothing can travel further back.
-        origins_out: Identity of each output.
-        computed: Which inputs a function has computed from what recorded calls returned.
-
-        layouts_in: Where the samples are in each input; None for data and for what is no tensor.
-        layouts_out: Where the samples are in each output; None for a loss, and if it is not known.
-        relied_on: What was known of the inputs when the rule found the layouts of the outputs.
-        misplaced: What is wrong with the place of the batch axis, if anything.
-        awaits_functions: Whether ``misplaced`` may be corrected once the functions that have
-            computed an input are read from the graph.
-        mixed_data: What has mixed the samples of an input that no gradient flows through.
-        couples_samples: Whether the rule says that the output of a sample depends on others.
-        rows_are_samples: Whether it is known that the rows of all tensors are the samples.
-        samples_come_first: Whether all tensors have their samples first, and the rule sees them so.
-        moves_no_columns: Whether the rule expects the samples of columns there, too.
-        is_unbatched: Whether the output has no samples: it depends on parameters alone.
-        unbatched_inputs: Indices of the inputs that have no samples, in a call that has.
-    """
-
-    derivatives: Any
-    inputs: tuple[Any, ...]
-    outputs: tuple[Tensor, ...]
-    shape_in: tuple[Size | None, ...]
+    derivatives: Any  # the rule of the module; None for a container
+    inputs: tuple[Any, ...]  # in the order of the signature, flattened; attached to their graph
+    outputs: tuple[Tensor, ...]  # flattened and detached
+    shape_in: tuple[Size | None, ...]  # None for what is no tensor
     shape_out: tuple[Size, ...]
-    structure: Any
-    origins_in: tuple[Origin | None, ...]
+    structure: Any  # how the arguments were nested; None if they were not
+    origins_in: tuple[Origin | None, ...]  # None where nothing can travel further back
     origins_out: tuple[Origin | None, ...]
-    is_container: bool
-    is_transparent: bool
-    misplaced: str | None = None
-    awaits_functions = False
-    mixed_data: str | None = None
-    relied_on: tuple[Any, ...] = ()
-    unbatched_inputs: tuple[int, ...]
+    is_container: bool  # it has children, and no rule
+    is_transparent: bool  # the output has the entries of the input: nothing to differentiate
+    computed: list[bool]  # inputs that functions have computed from what recorded calls returned
+
+    layouts_in: tuple[Layout | None, ...]  # None for data and for what is no tensor
+    layouts_out: tuple[Layout | None, ...]  # None for a loss, and if it is not known
+    relied_on: tuple[Any, ...] = ()  # known of the inputs when the rule found those of the outputs
+    misplaced: str | None = None  # what is wrong with the place of the batch axis, if anything
+    awaits_functions = False  # to read those that have computed an input may correct that
+    mixed_data: str | None = None  # what has mixed samples of an input without a gradient
+    couples_samples: bool  # the rule says that the output of a sample depends on others
+    rows_are_samples: bool  # it is known of all tensors
+    samples_come_first: bool  # in all tensors, and the rule sees them so
+    moves_no_columns: bool  # the rule expects the samples of columns there, too
+    is_unbatched: bool  # the output has no samples: it depends on parameters alone
+    unbatched_inputs: tuple[int, ...]  # those without samples, in a call that has some
 
     # ------------------------------------------------------------------ finding the samples
 
@@ -94,7 +74,7 @@ class PlacedCall(ModuleState):
         for i, layout in enumerate(layouts_in):
             if layout is None and isinstance(leaves[i], Tensor):
                 layouts_in[i] = self._layout_in(i, leaves[i], self.origins_in[i])
-        self.layouts_in: tuple[Layout | None, ...] = tuple(layouts_in)
+        self.layouts_in = tuple(layouts_in)
         self._find_layouts_out()
         if self.mixed_data is TABLE and not self.is_unbatched:
             self.mixed_data = None
@@ -168,7 +148,7 @@ class PlacedCall(ModuleState):
         """Find where the samples are in the outputs, and note that at the places in the graph."""
         rule, shapes = self.derivatives, self.shape_out
         self.rows_are_samples = False
-        self.layouts_out: tuple[Layout | None, ...] = (None,) * len(shapes)
+        self.layouts_out = (None,) * len(shapes)
         if self.is_transparent:  # such as the choice of one tensor of several
             self.layouts_out = tuple(map(_LAYOUT, self.origins_out))
         elif self.misplaced is not None:
@@ -225,11 +205,7 @@ class PlacedCall(ModuleState):
         return followed
 
     def layouts_of_data(self) -> Sequence[Layout | None]:
-        """Find where the samples are in the outputs of a call that no gradient flows through.
-
-        Raises:
-            ValueError: If they cannot be followed.
-        """
+        """Find the samples in the outputs of a call without gradients; a ValueError if lost."""
         if self.derivatives is None:
             raise ValueError("it is no leaf of the network")
         usual = self.derivatives.usual_layout(self)
@@ -332,9 +308,9 @@ class PlacedCall(ModuleState):
         return place
 
     def scattered_rows(self) -> tuple[Place, int] | None:
-        """Find the samples along an axis that inputs share; None if they are in order.
+        """Return where samples are along an axis that inputs share, as the first one, and its size.
 
-        Where they are, with that axis as the first one, and the number of its entries.
+        None if they are in order.
         """
         for i, shape in enumerate(self.shape_in):
             place = self.place_in(i)
@@ -383,11 +359,7 @@ class PlacedCall(ModuleState):
         return x
 
     def check_released(self) -> None:
-        """Refuse to work with tensors that are gone.
-
-        Raises:
-            RuntimeError: If that is so.
-        """
+        """Refuse to work with tensors that are gone: a RuntimeError."""
         if not self.outputs:
             raise RuntimeError(
                 f"What the forward pass stored for {describe(self.module)} is gone: a backward "

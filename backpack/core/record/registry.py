@@ -144,11 +144,7 @@ def _is_of_fsdp(cls: type) -> bool:
 
 
 def derivatives_of(module: Module) -> Rule | None:
-    """Return the derivatives registered for ``module``, or None.
-
-    A program may replace ``forward``, of a module or of a class, or what a convolution calls there:
-    that is another function.
-    """
+    """Return the derivatives registered for ``module``, unless its ``forward`` was replaced."""
     kind, own = type(module), vars(module)
     rule, forward = _CACHE.get(ref(kind)) or _cached(kind)
     if rule is None or "forward" in own or "_conv_forward" in own or kind.forward is not forward:
@@ -157,10 +153,7 @@ def derivatives_of(module: Module) -> Rule | None:
 
 
 def derivatives_of_call(module: Module, outputs: Sequence[Tensor]) -> Rule | None:
-    """Return the derivatives registered for ``module``, for any other leaf the automatic ones.
-
-    None for a container without a registration: its children are what matters.
-    """
+    """Return the derivatives of a module, automatic ones of unknown leaves; None for containers."""
     registered = derivatives_of(module)
     return registered if registered is not None else fallback(module, outputs)
 

@@ -62,12 +62,7 @@ OTHER_REDUCTION = (
 
 
 class Shard:
-    """What ``fully_shard`` makes of a parameter.
-
-    Args:
-        of: Its ``FSDPParam``.
-        group: Its ``FSDPParamGroup``: those that are gathered together.
-    """
+    """What ``fully_shard`` makes of a parameter."""
 
     __slots__ = ("__weakref__", "_of", "group")
 
@@ -122,10 +117,9 @@ class Shard:
         return Processes(groups, getattr(self.group, "gradient_divide_factor", None), True)
 
     def averaging(self) -> Processes | None:
-        """Return the processes over which gradients are averaged now; None if they are not.
+        """Return the processes over which gradients are averaged now, if they are; else None.
 
-        Raises:
-            NotImplementedError: If that is not known.
+        Where that is not known, it is a NotImplementedError.
         """
         group = self.group
         if not group.reduce_grads:
@@ -188,10 +182,9 @@ def is_there(tensor: Any) -> bool:
 
 
 def note(module: Module) -> bool:
-    """Note the whole parameters that a module which runs computes with, if they are sharded.
+    """Note the whole parameters that a module computes with, if they are sharded.
 
-    Returns:
-        Whether it is known whose shards they are.
+    Return whether it is known whose shards they are.
     """
     owner = module.owner if isinstance(module, ParameterModule) else module
     if MANAGED not in vars(owner):
@@ -243,9 +236,7 @@ _here = local()
 class gathered:
     """Context manager: whole parameters are there when somebody needs them, a layer at a time.
 
-    Args:
-        agree: Called before something is gathered, with those who do, and a text.
-        first: Gather these now, and let them stay until the end.
+    But the ``first``, gathered at once, stay until the end. All agree before each time.
     """
 
     def __init__(self, agree: Agree, first: Sequence[Shard] = ()):
@@ -295,9 +286,9 @@ class gathered:
 
 
 class copied:
-    """Context manager: whole parameters are put back when somebody needs them, from copies.
+    """Context manager: whole parameters are put back from copies, without other processes.
 
-    No other process takes part: it may not know that this one puts something off.
+    Those may not know that this one puts something off.
     """
 
     def __init__(self) -> None:
@@ -345,11 +336,7 @@ def name_of(module: Module) -> str:
 
 
 def need(shards: Sequence[Shard]) -> None:
-    """Gather parameters that are about to be read, if they are not there.
-
-    Raises:
-        RuntimeError: If that is not possible here.
-    """
+    """Gather parameters that are about to be read; a RuntimeError if that is not possible here."""
     if all(shard.is_there for shard in shards):
         return
     current = getattr(_here, "current", None)

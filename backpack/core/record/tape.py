@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from backpack.context import STATE, active
 from backpack.core.record import shards
 from backpack.core.record.calls import Call, positional
-from backpack.core.record.compiler import is_traced
+from backpack.core.record.compiler import in_transform, is_traced
 from backpack.core.record.data_flow import (
     DENSE,
     FORM,
@@ -41,7 +41,6 @@ OnReach = Callable[["Call", int, Tensor | None], None]
 # Module classes for which some extension has a rule of its own: see has_rules.
 _ruled: set[ref[type[Module]]] = set()
 GRAD_FN = operator.attrgetter("grad_fn")
-_transform = torch._C._functorch.peek_interpreter_stack
 
 
 def note_rule(module_class: type[Module]) -> None:
@@ -69,10 +68,10 @@ def _is_recorded(module: Module) -> bool:
 
 
 def _is_opened(module: Module, recorders: Sequence[Any]) -> bool:
-    """Whether the functions of a module are recorded now, in this thread, in place of its call.
+    """Whether functions of a module are recorded now, in this thread, in place of its call.
 
-    Also those of a module that is no part of the model, such as a loss that it is called with. But
-    parameters that are not of the model have quantities of the module alone.
+    Also those of a loss that the model is called with, but not of modules with parameters that are
+    not of the model: these have quantities of the module alone.
     """
     recorder = recorders[-1]
     if "_backpack_open" in vars(module) or recorder is None or recorder.silent:
@@ -93,10 +92,7 @@ LISTENERS = "backpack listeners"
 
 
 def listen(tensor: Tensor, listener: Callable[[Any], None]) -> None:
-    """Call a listener with the gradient of a tensor, before those that were added so far.
-
-    A hook of the node tells it: the gradient is what hooks of the tensor have made of it.
-    """
+    """Tell a listener the gradient of a tensor, as hooks leave it, before those that wait."""
     node: Any = tensor.grad_fn
     slot = tensor.output_nr
     key = (LISTENERS, slot)
@@ -147,14 +143,12 @@ def calls_above(nodes: Iterable[Any]) -> list[Call]:
     return list(found)
 
 
-def _inner_base(call: Call, i: int, out: Tensor) -> Tensor | None:
-    """Return the tensor that an output is another shape of, if the call has computed it.
+def _computes_view(call: Call, i: int, base: Tensor) -> bool:
+    """Whether the call has computed what an output is another shape of, such as a linear layer.
 
-    Such as the product of a linear layer, for inputs with more than two axes. The gradient of an
-    output that is changed in place goes past the node of the view.
+    The gradient of an output that is changed in place goes past the node of the view.
     """
-    base = None if call.is_transparent else out._base
-    return base if base is not None and origin(base) is call.origins_out[i] else None
+    return not call.is_transparent and origin(base) is call.origins_out[i]
 
 
 def _reached_as(
@@ -175,14 +169,10 @@ IN_TRANSFORM = (
     "ran inside of a transform of torch.func, whose calls are not recorded. For quantities, call "
     "the model outside of it."
 )
-
-
 COMPLEX = (
     "returns complex numbers, which are not followed. Let it return torch.view_as_real of them, or "
     "let one module do all that is complex, between real tensors."
 )
-
-
 COMPUTED = (
     "computes its {} from other parameters (a parametrisation, weight normalisation, pruning) "
     "since it was extended. Call extend(model) once more."
@@ -243,7 +233,7 @@ def record(
     is_one = isinstance(output, Tensor) and output.is_floating_point()
     outputs = (output,) if is_one else flatten_outputs(output)
     arguments = (*args, *kwargs.values()) if kwargs else args
-    if not is_function and _transform() is not None:
+    if not is_function and in_transform() is not None:
         note_miss(module, arguments, outputs, IN_TRANSFORM, missed)
         return None
     tensors = arguments if TENSORS.issuperset(map(type, arguments)) else tensors_in(arguments)
@@ -270,16 +260,13 @@ def record(
     # include that; and where an extension has a rule for a module that returns its input: what the
     # rule passes on is not the gradient of the input, which others may read as well.
     replaced = repeated = None
-    if len(outputs) > 1:
-        if rule is not None:
-            replaced = tree_map(own_node, output)
-            outputs = flatten_outputs(replaced)
-    elif _ruled and has_rules(module):
+    if len(outputs) == 1 and _ruled and has_rules(module):
         repeated = _repeated(outputs[0], (args, kwargs))
-        if repeated is not None:
-            replaced = tree_map(own_node, output)
-            outputs = flatten_outputs(replaced)
-            origin_at(outputs[0].grad_fn, outputs[0].output_nr)
+    if repeated is not None or (rule is not None and len(outputs) > 1):
+        replaced = tree_map(own_node, output)
+        outputs = flatten_outputs(replaced)
+    if repeated is not None:
+        origin_at(outputs[0].grad_fn, outputs[0].output_nr)
     if kwargs:
         args, kwargs = positional(module, args, kwargs)
     call = Call(module, args, kwargs, outputs, rule, was_first)
@@ -300,16 +287,16 @@ def record(
         _note_integers(output)
     for i, out in enumerate(outputs):
         if out.grad_fn is not None:
-            base = None if out._base is None else _inner_base(call, i, out)
-            form: Callable[[Tensor], Tensor]
-            if base is not None:
+            base = out._base
+            form: Callable[[Tensor], Tensor] | None = None  # of what arrives at the base
+            if base is not None and _computes_view(call, i, base):
                 form = operator.methodcaller("reshape", out.shape)
-                listen(base, partial(_reached_as, form, reached, call, i))
-            elif changes and out._base is not None:  # others may read what it is a view of
+            elif base is not None and changes:  # others may read what it is a view of
                 form = partial(part_of, geometry=geometry_of(out))
-                listen(out._base, partial(_reached_as, form, reached, call, i))
-            else:
+            if form is None or base is None:
                 listen(out, partial(reached, call, i))
+            else:
+                listen(base, partial(_reached_as, form, reached, call, i))
     if state.configuration.debug and active(state.configuration).debug:
         print(f"[backpack] recorded {call!r}")
     return replaced

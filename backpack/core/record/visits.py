@@ -239,14 +239,6 @@ class Visit(Call):
         facts = [[y and y.facts for y in call.layouts_out] for call in (self, other)]
         return other if other.misplaced is None and facts[0] == facts[1] else None
 
-    def become(self, other: Visit) -> None:
-        """Be another visit of the same call from now on."""
-        vars(self).update(vars(other))
-
-    def take_no_part(self) -> None:
-        """Leave what the call has computed to others, which read it as it is."""
-        self.trained, self.is_transparent = {}, True
-
     # ------------------------------------------------------------------ its end
 
     def snapshot(self, create_graph: bool) -> Visit:

@@ -25,17 +25,11 @@ State = tuple[int, int, int]
 
 
 class Kept(NamedTuple):
-    """What a parameter was when a backward pass began.
+    """What a parameter was when a backward pass began."""
 
-    Attributes:
-        state: Tells whether it was changed since, unless behind autograd's back.
-        value: A copy; None if there is none.
-        digest: What tells its entries from others, if there is no copy to compare with.
-    """
-
-    state: State
-    value: Tensor | None
-    digest: Tensor | None
+    state: State  # tells whether it was changed since, unless behind autograd's back
+    value: Tensor | None  # A copy; None if there is none
+    digest: Tensor | None  # what tells its entries from others, if there is no copy
 
 
 def storage_of(tensor: Tensor) -> int:
