@@ -207,7 +207,7 @@ class CurvatureBlock:
         """Apply the curvature of the losses (and modules), and return to the parameter."""
         cotangents: dict[Origin, Tensor] = {}
         found: list[Tensor] = []  # at the parameter
-        samples = self.plan.samples_of(next(iter(self.names)))
+        samples = self.plan.samples_of[next(iter(self.names))]
         count = len(row_numbers(samples, self.subsampling))
         while reached:
             at = reached.pop()  # what is done is free

@@ -47,9 +47,9 @@ PRECISIONS = (torch.float32, torch.float64)
 
 
 def costly(configuration: Configuration) -> dict[Call, set[Parameter]]:
-    """Find, for each call, parameters whose individual gradients come, and whose gradient costs.
+    """Find parameters whose individual gradients are computed, and whose gradient takes long.
 
-    None if it does not pay, or was not asked for.
+    Return those of each call: none if it does not pay, or was not asked for.
     """
     asked = configuration.sum_individual_gradients or not configuration.gradients
     if not (asked and ELIDED.is_on) or torch.is_anomaly_enabled():

@@ -95,7 +95,7 @@ class ForeignUses:
         self.waiting.clear()
 
     def tell_hidden(self, inside: Collection[Parameter]) -> None:
-        """Tell of parameters with gradients of passes inside that no module had there."""
+        """Tell of parameters with gradients of a pass inside, whose modules that has not used."""
         shapes = [str(list(p.shape)) for p in self.hidden.found if p not in inside]
         if shapes:
             fail(self.exts, HIDDEN.format(checks.listed(shapes)))

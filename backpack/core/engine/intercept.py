@@ -77,7 +77,7 @@ class InterceptBackward(overrides.TorchFunctionMode):
     def __exit__(self, *exception: object) -> None:
         """Pop the mode, also from below modes that are not left yet.
 
-        If it is in use, or was put on in another thread, the next one takes it along.
+        If it is in use, or another thread has put it on, it does nothing until the next one goes.
         """
         self.was_left = True
         if self.program is not None and any(exception) and not self.program.roots:

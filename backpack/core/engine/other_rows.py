@@ -28,7 +28,7 @@ def tell_other_rows(flow: SampleFlow, plan: Plan, exts: Sequence[Extension]) -> 
         if is_loss or call.is_followed or call.is_unbatched:
             continue
         if call.trained:
-            flow.note_samples(call, plan.samples_of(call))
+            flow.note_samples(call, plan.samples_of[call])
         for i, mark in enumerate(call.origins_in if of_samples else ()):
             if mark is None:
                 flow.check_data(call, i)

@@ -200,10 +200,6 @@ class Plan:
             )
         return kept
 
-    def samples_of(self, call: Visit) -> int:
-        """Return the number of samples of the batch that a call belongs to."""
-        return self._samples_of_part[call]
-
     def check_one_batch(self, p: Parameter) -> None:
         """Refuse per-sample quantities of a parameter that is used on batches of different sizes.
 
@@ -212,13 +208,13 @@ class Plan:
         """
         if len(self.uses[p]) == 1:
             return
-        sizes = {self._samples_of_part[call] for call, _ in self.uses[p]}
+        sizes = {self.samples_of[call] for call, _ in self.uses[p]}
         if len(sizes) > 1:
             self._refuse_sizes("A parameter", map(repr, (call for call, _ in self.uses[p])))
 
     def check_one_batch_for_all(self, what: str | Visit) -> None:
         """Refuse ``what``, or a call without samples, where batches have several sizes."""
-        sizes = {size: call for call, size in self._samples_of_part.items() if size}
+        sizes = {size: call for call, size in self.samples_of.items() if size}
         if len(sizes) > 1:
             name = what if isinstance(what, str) else f"{what!r} has no samples, and"
             self._refuse_sizes(name, (f"{size} at {sizes[size]!r}" for size in sorted(sizes)))
@@ -238,7 +234,7 @@ class Plan:
         )
 
     @lazy
-    def _samples_of_part(self) -> dict[Visit, int]:
+    def samples_of(self) -> dict[Visit, int]:
         """Number of samples of the connected part of the network that a call is in."""
         parts = {call: [call] for call in self.everything}
         alone = self.after_loss - set(self.losses)

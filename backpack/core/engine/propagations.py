@@ -270,7 +270,7 @@ class InputsAlone(Propagation):
                 plan.check_one_batch(p)
             uses = uses_without_columns(plan, p, subsampling)
             for use in uses if plan.base else ():
-                samples = len(row_numbers(plan.samples_of(use.call), subsampling))
+                samples = len(row_numbers(plan.samples_of[use.call], subsampling))
                 if samples and use.factor.groups % samples == 0:  # the rows belong to so many
                     use.factor = replace(use.factor, groups=samples)
             products = Products(p, uses, self.offers, max_factor_size=max_factor_size(exts))

@@ -303,7 +303,7 @@ _ALONE = _users(torch.empty(1))  # the tensor lives while it is counted
 def owned(tensor: Tensor) -> Tensor:
     """Return a tensor if nobody else has its memory, and it may be changed in place, else a copy.
 
-    Other names of a detached one go unnoticed; the graph of one with a graph may have stored it.
+    Another name of a detached tensor goes unnoticed. A graph may have stored one that has it.
     """
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
     if is_plain and not tensor.requires_grad:

@@ -101,7 +101,7 @@ class Use:
 def aligned(plan: Plan, uses: list[Use]) -> list[Use]:
     """Merge the rows of uses on one batch, if a sample has others in each, to those of samples."""
     counts = {use.factor.groups for use in uses}
-    batches = {plan.samples_of(use.call) for use in uses}
+    batches = {plan.samples_of[use.call] for use in uses}
     if len(batches) > 1 or not any(count % min(counts) for count in counts):
         return uses
     groups, found = gcd(*counts), []

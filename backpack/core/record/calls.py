@@ -57,24 +57,20 @@ newest = -1  # index of the last call that was recorded
 
 
 class Call(PlacedCall):
-    """One call of a module: its inputs, its output, and where they come from.
-
-    Attributes:
-        versions: How often inputs and outputs had been changed in place.
-        was_first: Whether no hook has seen the output before, and could have changed it.
-        is_followed: Whether the functions around the call are known: those of a converted model, or
-            of a recorded one that runs.
-        averaging: What is done to the gradients over processes, if anything.
-        reads_functions: Whether it has read what no recorded call has returned, but has a gradient.
-    """
+    """One call of a module: its inputs, its output, and where they come from."""
 
     index: float  # increases in the order of the calls
+    versions: tuple[int, ...]  # how often inputs and outputs had been changed in place
     saved: dict[str, Any]  # what the derivatives keep, such as a dropout mask
+    was_first: bool  # no hook has seen the output before, and could have changed it
+    is_followed: bool  # the functions around it are known: of a traced or recorded model that runs
+    averaging: Averaging | None  # what is done to the gradients over processes
+    reads_functions: bool  # it has read what no recorded call has returned, but has a gradient
     # those that compute inputs again which are not kept, by the number of the input
     producers: Mapping[int, Call] = MappingProxyType({})
     computed_with: list[State] | None = None  # of an output that is not kept
     recompute_depth = 1  # how many calls in a row have to run to compute the output again
-    repeats: int | None = None  # input whose entries the output has, though for a rule of users
+    repeats: int | None = None  # input that the output repeats, where users have a rule for it
 
     def __init__(
         self,
@@ -266,7 +262,7 @@ class Call(PlacedCall):
             return self.called.forward(*args, **keywords)
 
     def reads_parameters(self, travels: bool, is_shown: bool) -> bool:
-        """Whether derivatives depend on entries of a parameter of the call: see below."""
+        """Whether derivatives depend on entries of parameters: see :func:`reading_parameters`."""
         rule = self.derivatives
         if is_shown and self.computed_with is not None:
             return True
@@ -333,7 +329,7 @@ def is_converted(module: Module) -> bool:
 def reading_parameters(calls: Iterable[Call], travels: bool, is_shown: bool) -> list[Call]:
     """Return the calls whose derivatives depend on entries of parameters.
 
-    ``travels``: something does through calls, besides gradients; ``is_shown``: users see calls.
+    ``travels``: something does, besides gradients; ``is_shown``: code of users sees the calls.
     """
     known = [call for call in calls if call.derivatives is not None and call.outputs]
     return [call for call in known if call.reads_parameters(travels, is_shown)]

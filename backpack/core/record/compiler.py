@@ -43,7 +43,7 @@ def is_traced() -> bool:
 def may_leave_graph() -> bool:
     """Whether torch.compile may leave its graph: not with ``fullgraph=True``, nor for an export.
 
-    Who asks calls ``torch._dynamo.skip_frame()`` itself: it then runs as it is.
+    The function that asks calls ``torch._dynamo.skip_frame()`` itself: it then runs as it is.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 

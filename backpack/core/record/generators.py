@@ -83,7 +83,7 @@ def evaluated_alike(function: Callable[[], T]) -> T:
 class OwnGenerators(Mode):
     """Draws the random numbers of this thread from generators that are seeded here.
 
-    Not those inside of operators that torch does not know, nor those of Python and NumPy.
+    Those inside of operators that torch does not know, and of Python and NumPy, are the program's.
     """
 
     supports_higher_order_operators = True

@@ -111,9 +111,9 @@ def differing(pairs: Mapping[T, tuple[Tensor, Tensor]]) -> list[T]:
 def _digests(
     tensors: Sequence[Tensor], taken: Callable[[Tensor], Tensor] = Tensor.clone
 ) -> Iterator[Tensor | None]:
-    """Return the entries of each tensor, as ``taken`` gives them; what tells them if it is large.
+    """Return what tells the entries of each tensor from others: these, as ``taken`` gives them.
 
-    That is their sum with random weights, one pass through memory. None if nothing tells.
+    Of a large one, their sum with random weights, one pass through memory. None if nothing does.
     """
     with without_autocast() if torch._C._is_any_autocast_enabled() else nullcontext():
         if shards.KNOWN or not TENSORS.issuperset(map(type, tensors)):

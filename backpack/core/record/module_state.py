@@ -44,30 +44,22 @@ _turns: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()
 
 
 class ModuleState:
-    """Parameters, buffers and mode of a module at the time of a call.
+    """Parameters, buffers and mode of a module at the time of a call."""
 
-    Attributes:
-        called: The module that was called.
-        module: The same, or a copy with the options of the call, to be read, if it has others now.
-        params: Own parameters that require a gradient, by name.
-        read: Parameters of the module by name, its buffers, then those of its children in turn.
-        training: Whether the module was in training mode.
-        modes: The same of it and all children, in their order, if a rule evaluates these with it.
-        options: Names and values of what its class calls constants, such as a stride, and of its
-            attributes that are numbers, strings, None, or sequences of such.
-        addresses: Where its parameters were in memory.
-        kept_values: What parameters were that have changed since the backward pass began.
-        views: Shards of the parameters that inputs and outputs are views of.
-        shards: Those, and of the parameters that the call has read.
-        has_unknown_shards: Whether parameters are sharded, and nobody knows where the shards are.
-    """
-
-    modes: tuple[bool, ...] = ()
-    addresses: tuple[int, ...] = ()
-    kept_values: Mapping[Tensor, Kept] = MappingProxyType({})
-    views: tuple[Shard, ...] = ()
-    shards: tuple[Shard, ...] = ()
-    has_unknown_shards = False
+    called: Module
+    module: Module  # the same, or a copy with the options of the call, to be read, if it has others
+    params: dict[str, Parameter]  # its own that require a gradient
+    read: list[dict[str, Any]]  # its parameters, its buffers, then those of its children in turn
+    training: bool
+    modes: tuple[bool, ...] = ()  # of it and all children, if a rule evaluates these with it
+    # names and values of what its class calls constants, such as a stride, and of attributes that
+    # are numbers, strings, None, or sequences of such
+    options: tuple[tuple[str, ...], tuple[Any, ...]]
+    addresses: tuple[int, ...] = ()  # where its parameters were in memory
+    kept_values: Mapping[Tensor, Kept] = MappingProxyType({})  # of those that a pass has changed
+    views: tuple[Shard, ...] = ()  # of parameters that inputs and outputs are views of
+    shards: tuple[Shard, ...] = ()  # those, and of parameters that the call has read
+    has_unknown_shards = False  # parameters are sharded, and nobody knows where the shards are
 
     def _note_module(self, module: Module, own: Mapping[str, Parameter | None]) -> None:
         """Note what a module has now, and its own parameters that derivatives are about."""
@@ -79,7 +71,7 @@ class ModuleState:
         if list in map(type, values):  # they may change in place
             values = tuple(map(copy_of_list, values))
         self.options = names, values
-        self.params: dict[str, Parameter] = {}
+        self.params = {}
         for name, p in own.items():
             if p is not None and p.requires_grad:
                 self.params[name] = p
@@ -139,7 +131,7 @@ class ModuleState:
         return found
 
     def see_parameters_before(self, changed: Mapping[Tensor, Kept]) -> None:
-        """Let derivatives see parameters as they were; an error if one changed uncopied."""
+        """Let derivatives see parameters as they were; an error if a changed one has no copy."""
         own = {t: changed[t] for t in self.own() if t in changed}
         for t, was in own.items():
             if was.value is None or torch.is_grad_enabled():

@@ -144,9 +144,10 @@ def calls_above(nodes: Iterable[Any]) -> list[Call]:
 
 
 def _computes_view(call: Call, i: int, base: Tensor) -> bool:
-    """Whether the call has computed what an output is another shape of, such as a linear layer.
+    """Whether the call has computed what an output is another shape of.
 
-    The gradient of an output that is changed in place goes past the node of the view.
+    Such as the product of a linear layer, for inputs with more than two axes. The gradient of an
+    output that is changed in place goes past the node of the view.
     """
     return not call.is_transparent and origin(base) is call.origins_out[i]
 
