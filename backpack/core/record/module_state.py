@@ -175,7 +175,7 @@ class ModuleState:
         """Let what was called have all that it had then, perhaps with tensors in a precision."""
         module = self.called
         with turn(module):
-            if self.module is module and self.has_other_options:  # another thread just had them
+            if self.module is module and self.has_other_options:  # another thread has just had them
                 self.module = self.with_options()
             each = [(module, self.training)]
             if self.modes:
@@ -185,8 +185,9 @@ class ModuleState:
             ]
             if self.module is not module:
                 own, had = vars(module), added(self.module)
-                names = had | added(module)
-                entries += [(own, name, copy_of_list(had.get(name, NOTHING))) for name in names]
+                gone = [name for name in self.options[0] if name not in vars(self.module)]
+                entries += [(own, name, copy_of_list(value)) for name, value in had.items()]
+                entries += [(own, name, NOTHING) for name in gone]
             replaced = self.swap_tensors(module, precision)
             replaced += [(where, name, where.get(name, NOTHING)) for where, name, _ in entries]
             put(entries)
