@@ -12,6 +12,7 @@ import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -72,16 +73,14 @@ from backpack.core.record.lookup import (
     DRAWS,
     FILLS,
     FUNCTIONS,
-    METHODS,
-    NOT_IN_PLACE,
     Function,
     application,
     change_view,
     geometry_of,
     layer_of,
+    method_of,
     name_of,
     part_of,
-    set_item,
 )
 from backpack.core.record.origins import origin, own_node
 from backpack.core.record.tape import record
@@ -345,38 +344,32 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _in_place(self, func: Any, function: Function, args: Any, kwargs: Any) -> Any:
-        """Change the first argument, and record the change as a function of its former value."""
+        """Change the first argument, and record the change as a function of its former value.
+
+        That of a view is recorded as a change of what it is a view of.
+        """
         if not args:  # torch.relu_(input=x)
             args, kwargs = (kwargs["input"],), {k: x for k, x in kwargs.items() if k != "input"}
+        x, *others = args
         row = function.row  # of unsqueeze_ and the like: no entry changes, nor does the base
         is_form = row is not None and row.is_view and row.treatment in (MEMORY, MOVES, RESHAPES)
-        if args[0]._base is not None and not is_form:
-            return self._in_place_of_view(func, function, args, kwargs)
-        before = former_of(args[0])
-        given, options = _formers(args[0], (args[1:], kwargs))
-        preserve(args[0], before)
-        result = func(*args, **kwargs)
-        options.pop("inplace", None)
-        if _draws(function, given, options):
-            function, given, options = COPY, [_drawn_over(layout_of(before), args[0])], {}
-        self._note_change(function, (before, *given), options, args[0])
-        return result
-
-    def _in_place_of_view(self, func: Any, function: Function, args: Any, kwargs: Any) -> Any:
-        """Change a view, and record the change as one of what it is a view of."""
-        view, base = args[0], args[0]._base
-        before = former_of(base)
+        base = x if is_form or x._base is None else x._base
+        geometry = None if base is x else geometry_of(x)
+        before, layout = former_of(base), layout_of(x)
+        given, options = _formers(base, (others, kwargs))
         preserve(base, before)
-        geometry = geometry_of(view)
-        given, options = _formers(base, (args[1:], kwargs))
-        known = layout_of(view)
         result = func(*args, **kwargs)
         options.pop("inplace", None)
-        if _draws(function, given, options):
-            function, given, options = COPY, [_drawn_over(known, view)], {}
-        changing = Function(change_view, None)
-        self._note_change(changing, (function.target, before, geometry, *given), options, base)
-        self._note_change(Function(part_of, None), (base, geometry), {}, view)
+        if function.target in DRAWS and not tensors_among((*given, *options.values())):
+            drawn = x.detach().clone()  # numbers that depend on no tensor
+            note(drawn, layout)
+            function, given, options = COPY, [drawn], {}
+        if geometry is None:
+            self._note_change(function, (before, *given), options, x)
+        else:
+            arguments = function.target, before, geometry, *given
+            self._note_change(Function(change_view, None), arguments, options, base)
+            self._note_change(Function(part_of, None), (base, geometry), {}, x)
         return result
 
     def note_views(self, tensors: Iterable[Tensor]) -> None:
@@ -560,31 +553,10 @@ def resolve(func: Any) -> Function | None:
         return Function(func, Row(attribute, is_view=True)) if known else None
     if name in ("__set__", "__delete__"):  # an attribute: of the tensor itself, no view of it
         return None
-    if name == "__setitem__":
-        return Function(set_item, None, in_place=True)
-    if name.startswith("__"):
-        plain = name.strip("_")
-        same: Any = torch.rsub if plain == "rsub" else getattr(operator, plain, None)
-        return FUNCTIONS.get(same) or Function(func, METHODS.get(plain))
-    plain = name.rstrip("_")
-    if plain == name or name in NOT_IN_PLACE:
-        return Function(func, METHODS.get(plain))
-    method = None if name in FILLS else getattr(Tensor, plain, None)
-    if method is None:
-        return Function(name, None, in_place=True, on_clone=True)
-    return Function(method, METHODS.get(plain), in_place=True)
-
-
-def _draws(function: Function, args: Any, kwargs: Any) -> bool:
-    """Whether a method overwrites its tensor with random numbers that depend on no tensor."""
-    return function.target in DRAWS and not tensors_among((*args, *kwargs.values()))
-
-
-def _drawn_over(layout: Layout | None, x: Tensor) -> Tensor:
-    """Copy the numbers that were drawn, whose samples are where those are that they overwrite."""
-    drawn = x.detach().clone()
-    note(drawn, layout)
-    return drawn
+    method = method_of(name)
+    if method.on_clone or not isinstance(method.target, str):
+        return method
+    return replace(method, target=getattr(Tensor, method.target) if method.in_place else func)
 
 
 def _apart(result: Any, arguments: Sequence[Tensor]) -> Any:

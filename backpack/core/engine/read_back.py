@@ -31,7 +31,7 @@ from backpack.core.record.calls import LIVE, Call
 from backpack.core.record.data_notes import note
 from backpack.core.record.generators import evaluated_apart
 from backpack.core.record.layout import Layout, unbatched
-from backpack.core.record.lookup import FUNCTIONS, METHODS, Function, application
+from backpack.core.record.lookup import Function, application, row_of
 from backpack.core.record.origins import (
     RESHAPES,
     WRAPPERS,
@@ -580,8 +580,7 @@ def _application(
     function: Callable[..., Any], args: Any, options: Any
 ) -> tuple[Module, tuple[Any, ...]]:
     """Return the module that stands for a function, and what to call it with."""
-    name = function.__name__
-    known = FUNCTIONS.get(function) or Function(function, METHODS.get(name))
+    known = Function(function, row_of(function))
     tensors: list[Tensor] = []
 
     def slot(x: Any) -> Any:

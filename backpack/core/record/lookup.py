@@ -182,7 +182,7 @@ def _overwritten(method: str) -> Callable[..., Apply | None]:
     return convert
 
 
-SET_ITEM = Row("operator.setitem")
+FUNCTIONS[operator.setitem] = Function(set_item, Row("operator.setitem"), in_place=True)
 FILL = {name: Row(f".{name}") for name in FILLS - DRAWS} | {
     name: Row(f".{name}", _overwritten(name)) for name in DRAWS
 }
@@ -193,9 +193,7 @@ def look_up(node: Node) -> Function:
     """Return the function that a node calls, without a side effect on its arguments."""
     target: Any = node.target
     if isinstance(target, str):
-        return _look_up_method(target)
-    if target is operator.setitem:
-        return Function(set_item, SET_ITEM, in_place=True)
+        return method_of(target)
     if target in FUNCTIONS:
         found = FUNCTIONS[target]
     else:
@@ -208,15 +206,13 @@ def look_up(node: Node) -> Function:
     return found
 
 
-def _look_up_method(name: str) -> Function:
-    if name == "__setitem__":
-        return Function(set_item, SET_ITEM, in_place=True)
-    # such as __iadd__; the function takes no options, as add does
-    same = getattr(operator, name, None) if name.startswith("__") else None
-    if same in FUNCTIONS:
-        return FUNCTIONS[same]
+def method_of(name: str) -> Function:
+    """Return what is known of a method of tensors, without a side effect on its arguments."""
+    if name.startswith("__"):  # such as __iadd__; the function takes no options, as add does
+        same: Any = torch.rsub if name == "__rsub__" else getattr(operator, name, None)
+        return FUNCTIONS.get(same) or Function(name, METHODS.get(name.strip("_")))
     plain = name.rstrip("_")
-    if name in METHODS or plain == name or name.startswith("__") or name in NOT_IN_PLACE:
+    if name in METHODS or plain == name or name in NOT_IN_PLACE:
         return Function(name, METHODS.get(name))
     if hasattr(torch.Tensor, plain) and name not in FILLS:
         return Function(plain, METHODS.get(plain), in_place=True)
