@@ -12,10 +12,10 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 from torch.fx.node import Node, map_arg
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from torch.nn.modules.dropout import _DropoutNd
@@ -36,6 +36,7 @@ from backpack.core.record.kinds import TENSOR, TENSORS, UNKNOWN, VALUE, Kind, Tr
 from backpack.core.record.lookup import (
     Function,
     change_clone,
+    converted,
     kind_of_call,
     look_up,
     name_of,
@@ -43,12 +44,7 @@ from backpack.core.record.lookup import (
     on_values,
 )
 from backpack.custom_module.branching import SumModule
-from backpack.custom_module.converted_module import (
-    MODULE_STATE,
-    Branch,
-    Conversion,
-    ConvertedModule,
-)
+from backpack.custom_module.converted_module import MODULE_STATE, Conversion, ConvertedModule
 from backpack.custom_module.function_module import (
     TRAINING,
     FunctionModule,
@@ -118,22 +114,13 @@ def convert_module_to_backpack(module: Module, debug: bool) -> Module:
             print(f"[backpack] {type(module).__name__} needs no conversion")
         return module
     with TRACING:
-        converted = _Converter(module, _record(module)).convert()
+        result = _Converter(module, _record(module)).convert()
     if debug:
-        print(f"[backpack] converted {type(module).__name__}:\n{converted.report()}")
-    return converted
+        print(f"[backpack] converted {type(module).__name__}:\n{result.report()}")
+    return result
 
 
-class _Recording(NamedTuple):
-    """A forward pass: the graph, its constants, and where it depends on the training mode."""
-
-    graph: Graph
-    constants: dict[str, Tensor]
-    branches: tuple[Branch, ...]
-    modes: dict[str, bool | None]
-
-
-def _record(module: Module) -> _Recording:
+def _record(module: Module) -> BackpackTracer:
     """Record a forward pass.
 
     Arguments with a default of None, a bool or a string often decide what happens: they are
@@ -154,14 +141,14 @@ def _record(module: Module) -> _Recording:
     return general if same else special
 
 
-def _record_with(module: Module, constants: dict[str, Any] | None) -> _Recording:
+def _record_with(module: Module, options: dict[str, Any] | None) -> BackpackTracer:
     tracer, before = BackpackTracer(), set(vars(module))
     try:
         with disable():
-            graph = tracer.trace(module, constants)
+            graph = tracer.trace(module, options)
     finally:
-        tensors = {name: vars(module).pop(name) for name in set(vars(module)) - before}
-    if any(x.grad_fn is not None for x in tensors.values()):
+        tracer.constants = {name: vars(module).pop(name) for name in set(vars(module)) - before}
+    if any(x.grad_fn is not None for x in tracer.constants.values()):
         raise ConversionError(
             f"The forward pass of {type(module).__name__} computes something of parameters that "
             "are not its own, which would be the same in each forward pass. Make them parameters "
@@ -169,22 +156,22 @@ def _record_with(module: Module, constants: dict[str, Any] | None) -> _Recording
         )
     for node in graph.nodes:
         original = str(node.target).removesuffix("_1")
-        if node.op == "placeholder" and original in (constants or {}):
+        if node.op == "placeholder" and original in (options or {}):
             node.target = original  # torch.fx has numbered it
         check, message = (*node.args, None, None)[:2]
         if isinstance(message, str) and message.endswith(OTHER_VALUE):  # of torch.fx
             node.args = check, f"{message}. {SPECIALIZED}"
-    return _Recording(graph, tensors, tuple(tracer.branches), tracer.modes)
+    return tracer
 
 
 def _fingerprint(
-    recording: _Recording, options: dict[str, Any], has_checks: bool
+    tracer: BackpackTracer, options: dict[str, Any], has_checks: bool
 ) -> list[tuple[str, Any, str]]:
     """Describe what is computed with the default arguments, leaving out the checks of them."""
     names: dict[Node, Any] = {}
     checks: set[Node] = set()
     result: list[tuple[str, Any, str]] = []
-    for node in recording.graph.nodes:
+    for node in tracer.graph.nodes:
         if node.op == "placeholder" and node.target in options:
             names[node] = options[node.target]
             checks.add(node)
@@ -217,10 +204,9 @@ def _overlap(first: Memory, second: Memory) -> bool:
 class _Converter:
     """Rewrites one graph, node by node."""
 
-    def __init__(self, module: Module, recording: _Recording) -> None:
-        self.module = module
-        self.graph, self.constants, self.branches, self.modes = recording
-        self.is_leaf = BackpackTracer().is_leaf_module
+    def __init__(self, module: Module, tracer: BackpackTracer) -> None:
+        self.module, self.tracer, self.graph = module, tracer, tracer.graph
+        self.is_leaf = tracer.is_leaf_module
         self.root = self._copy_containers(module, {})
         self.done: set[Node] = set()
         self.conversions: list[Conversion] = []
@@ -241,8 +227,7 @@ class _Converter:
                 getattr(self, f"_convert_{node.op}")(node)
         self._drop_readers()
         self.graph.lint()
-        name = type(self.module).__name__
-        modes = self.branches, self.modes
+        name, modes = type(self.module).__name__, (tuple(self.tracer.branches), self.tracer.modes)
         return ConvertedModule(self.root, self.graph, name, tuple(self.conversions), *modes)
 
     def _copy_containers(self, module: Module, memo: dict[Module, Module]) -> Module:
@@ -349,8 +334,9 @@ class _Converter:
         if target not in self.state:
             path, _, name = target.rpartition(".")
             owner = self.root.get_submodule(path)
-            if target in self.constants:
-                module, source = ParameterModule.of_constant(self.constants[target]), "constant"
+            if target in self.tracer.constants:
+                constant = self.tracer.constants[target]
+                module, source = ParameterModule.of_constant(constant), "constant"
             elif isinstance(getattr(owner, name), Tensor):
                 module = ParameterModule(owner, name)
                 kinds: dict[str, Any] = {"parameter": owner._parameters, "buffer": owner._buffers}
@@ -426,17 +412,13 @@ class _Converter:
 
     def _out_of_place(self, node: Node, function: Function) -> Node:
         args, kwargs = node.args, {k: v for k, v in node.kwargs.items() if k != "inplace"}
-        row, what, what_kind = function.row, None, kind_of_call(node)
+        row, what_kind = function.row, kind_of_call(node)
         if row is not None and row.layer is not None:
             given = inspect.signature(row.layer).bind(*args, **kwargs).arguments
             is_layer = given.get("weight") in self.state.values()
             if is_layer and given.get("training") is True:  # and no standardised weight
                 raise self._error(node, "mixes the samples. Record it: use_converter='record'.")
-        if row is not None and row.convert is not None and not on_values(node):
-            try:
-                what = row.convert(*args, **kwargs)
-            except (TypeError, ValueError, AssertionError):  # arguments that the module refuses
-                what = None
+        what = None if on_values(node) else converted(row, args, kwargs)
         if what is None or what.takes_flag:  # which a function follows
             result = self._as_function(node, function)
         else:
@@ -471,24 +453,21 @@ class _Converter:
         if function.row is None and source not in self.warned:
             self.warned.add(source)
             place = place_of(node, short=False)
-            warn(
-                f"No rule for function {source} (node {node.name}"
-                f"{f', at {place}' if place else ''}): derivatives are computed automatically.",
-            )
+            called = f"{source} (node {node.name}{f', at {place}' if place else ''})"
+            warn(f"No rule for function {called}: derivatives are computed automatically.")
         arguments = map_leaves(template, args), map_leaves(template, kwargs)
         module = FunctionModule(target, *arguments, name, known=function.row is not None)
         label = str(args[1]) if target is getattr else name
+        what = Apply(module, tuple(inputs))
         if function.row is not None and function.row.layer is not None:
             names = function.row.inputs
             first = [kwargs.get(name, *args[i : i + 1]) for i, name in enumerate(names)]
             # the weights of a loss may be anything, also what was computed
-            is_loss = len(names) > 1 and first == inputs[: len(names)]
-            readers = [] if is_loss else self._readers(inputs[1:])
-            if is_loss or readers:
-                given = inputs if is_loss else inputs[:1]
-                layer = FunctionalLayer(module, readers)
-                return self._apply(node, Apply(layer, tuple(given)), label, source)
-        return self._apply(node, Apply(module, tuple(inputs)), label, source)
+            if len(names) > 1 and first == inputs[: len(names)]:
+                what = Apply(FunctionalLayer(module, []), what.inputs)
+            elif readers := self._readers(inputs[1:]):
+                what = Apply(FunctionalLayer(module, readers), what.inputs[:1])
+        return self._apply(node, what, label, source)
 
     def _readers(self, nodes: Sequence[Node]) -> list[ParameterModule]:
         """Return new modules that read the same parameters; none if a node does something else."""
@@ -537,8 +516,4 @@ def _is_item_assignment(node: Node, changed: Node) -> bool:
 
 def _without_flags(arguments: Any) -> Any:
     """Replace training flags by the mode, which they keep from now on."""
-
-    def constant(leaf: Any) -> Any:
-        return bool(leaf) if isinstance(leaf, TrainingFlag) else leaf
-
-    return map_leaves(constant, arguments)
+    return map_leaves(lambda x: bool(x) if isinstance(x, TrainingFlag) else x, arguments)

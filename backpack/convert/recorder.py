@@ -113,10 +113,7 @@ LIBRARIES = (str(Path(str(torch.__file__)).parent), str(Path(__file__).parents[1
 
 
 class Functions:
-    """The modules that stand for the functions of one model, made when they are first needed.
-
-    Copies and pickles of the model start with none.
-    """
+    """The modules that stand for the functions of one model, made when they are first needed."""
 
     def __init__(self) -> None:
         """Start with none."""
@@ -125,10 +122,7 @@ class Functions:
         self.lock = Lock()  # several threads may run the model
 
     def keep(self, key: Any, what: Apply) -> None:
-        """Note what was used last, and drop what has not been used for longest.
-
-        Which that is does not matter while there is space.
-        """
+        """Note what was used last, and drop what has not been used for longest."""
         with self.lock:
             self.applications[key] = what
             self.applications.move_to_end(key)
@@ -337,10 +331,9 @@ class Recorder(TorchFunctionMode):
     @staticmethod
     def _follow_source(result: Any, args: Any) -> Any:
         """Note that a result such as ``x.data`` has its samples where its source has them."""
-        source: Any = args[0] if args else None
-        both = isinstance(result, Tensor) and isinstance(source, Tensor)
-        if both and result.shape == source.shape:
-            note(result, layout_of(source))
+        both = args and isinstance(result, Tensor) and isinstance(args[0], Tensor)
+        if both and result.shape == args[0].shape:
+            note(result, layout_of(args[0]))
         return result
 
     def _in_place(self, func: Any, function: Function, args: Any, kwargs: Any) -> Any:
@@ -442,13 +435,11 @@ class Recorder(TorchFunctionMode):
             map_leaves(lambda x: _form(x, tensors) if isinstance(x, Tensor) else x, (args, kwargs))
         what = None if key is None else self.functions.applications.get(key)
         if what is None:
-            numbers = {id(x): Slot(i) for i, x in enumerate(tensors)}
-            args, kwargs = map_leaves(lambda x: numbers.get(id(x), x), (args, kwargs))
-            what = application(function, args, kwargs, len(tensors), at_once)
+            what = application(function, args, kwargs, tensors, at_once)
             self._extend_all(what, f"{name_of(function)} at {_place()}")
             if key is not None:
                 self.functions.keep(key, what)
-        elif len(self.functions.applications) >= MAX_APPLICATIONS // 2:
+        elif len(self.functions.applications) >= MAX_APPLICATIONS // 2:  # else there is space
             self.functions.keep(key, what)
         return what, tensors
 
@@ -502,12 +493,10 @@ def tensors_among(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _form(value: Any, tensors: list[Tensor]) -> Any:
-    """Describe arguments of a function by what is equal for equal ones, and can be hashed.
-
-    Tensors are added to those that were found before.
+    """Describe an argument by what is equal for equal ones, and can be hashed; list its tensors.
 
     Raises:
-        TypeError: If there is something else than numbers and the like among them.
+        TypeError: If there is something else than numbers and the like in it.
     """
     kind = type(value)
     if kind in EXACT:
@@ -568,10 +557,7 @@ def _apart(result: Any, arguments: Sequence[Tensor]) -> Any:
 
 
 def _formers(changing: Tensor, arguments: Any) -> Any:
-    """Copy the tensors among arguments that share the memory of one that is about to change.
-
-    Autograd puts the change into their history as well, and what is recorded would own its future.
-    """
+    """Copy tensors that share the memory of one that will change: their history gets the change."""
     storage = storage_of(changing)
 
     def former(x: Any) -> Any:
@@ -587,7 +573,7 @@ def _follow_base(view: Tensor) -> None:
     if base is None or now is None:
         return
     known = layout_of(base)
-    samples = next((one.samples for one in (known, now) if one is not None and one.samples), 0)
+    samples = now.samples if known is None else known.samples or now.samples
     found: Layout | None = None
     before = None if known is None else known.numbers(base.shape)
     after = now.numbers(view.shape)
@@ -596,14 +582,11 @@ def _follow_base(view: Tensor) -> None:
         offset = view.storage_offset() - base.storage_offset()
         numbers.as_strided(view.shape, view.stride(), offset).copy_(after)
         found = Layout.of_numbers(numbers, samples)
-    note(
-        base,
-        found
-        or unbatched(
-            f"a tensor of shape {list(base.shape)}, of which a view was changed in place in a way "
-            "in which the samples of the batch cannot be followed"
-        ),
+    lost = (
+        f"a tensor of shape {list(base.shape)}, of which a view was changed in place in a way in "
+        "which the samples of the batch cannot be followed"
     )
+    note(base, found or unbatched(lost))
 
 
 @cache

@@ -145,10 +145,9 @@ def _is_plain_assert(line: str) -> bool:
         (statement,) = ast.parse(line.strip()).body
     except (SyntaxError, ValueError):
         return False
-    return isinstance(statement, ast.Assert) and (
-        isinstance(statement.test, (ast.Call, ast.Name, ast.Attribute, ast.Subscript))
-        or (isinstance(statement.test, ast.Compare) and len(statement.test.ops) == 1)
-    )
+    test = statement.test if isinstance(statement, ast.Assert) else None
+    is_one = isinstance(test, ast.Call | ast.Name | ast.Attribute | ast.Subscript)
+    return is_one or (isinstance(test, ast.Compare) and len(test.ops) == 1)
 
 
 def _is_branching(frame: FrameType) -> bool:
@@ -174,67 +173,48 @@ class _Proxy(Proxy):
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
     def __getattr__(self, name: str) -> Attribute:
-        """Return what stands for an attribute, or a method."""
         return _Attribute(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what torch.fx keeps here; of a tensor, the graph would not do it.
-
-        Raises:
-            TraceError: If it is an attribute of the tensor.
-        """
+        """Set what torch.fx keeps here; of a tensor, the graph would not do it."""
         if name not in _OF_PROXIES:
             raise TraceError(f"torch.fx does not record that an attribute ({name}) is set.")
         super().__setattr__(name, value)
 
     def __hash__(self) -> int:
-        """Tell tensors apart; numbers and the like are not known yet.
-
-        Raises:
-            TraceError: If it is no tensor.
-        """
+        """Tell tensors apart; numbers and the like are not known yet."""
         _need_tensor(self, "a key")
         return id(self)
 
     def __str__(self) -> str:
-        """Describe a tensor; in a formatted text, which may be a message, whatever it is.
-
-        Raises:
-            TraceError: If it is no tensor.
-        """
+        """Describe a tensor; in a formatted text, which may be a message, whatever it is."""
         _need_tensor(self, "a text")
         return repr(self)
 
     def __format__(self, how: str) -> str:
-        """Describe it."""
         return repr(self)
 
-    @classmethod
-    def record(cls, name: str) -> None:
-        """Let an operator that changes its first operand be recorded as such."""
 
-        def method(self: Proxy, other: Any) -> Proxy:
-            return self.tracer.create_proxy("call_function", function, (self, other), {})
-
-        function = getattr(operator, name)
-        setattr(cls, f"__{name}__", method)
-
-    @classmethod
-    def refuse(cls, name: str) -> None:
-        """Let a function of Python that needs a number fail as all else does."""
-
-        def method(self: Proxy) -> Any:
-            raise TraceError(f"{name}() of a value that is not known while tracing.")
-
-        setattr(cls, f"__{name}__", method)
+def _recording(function: Callable[..., Any]) -> Callable[[Proxy, Any], Proxy]:
+    """Let an operator that changes its first operand be recorded as such."""
+    return lambda self, x: self.tracer.create_proxy("call_function", function, (self, x), {})
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
-    _Proxy.record(f"i{_name}")
-for _name in ("and", "or", "xor", "lshift", "rshift"):
-    _Proxy.record(f"i{_name}")
+def _refusing(name: str) -> Callable[[Proxy], Any]:
+    """Let a function of Python that needs a number fail as all else does."""
+
+    def method(self: Proxy) -> Any:
+        raise TraceError(f"{name}() of a value that is not known while tracing.")
+
+    return method
+
+
+for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"):
+    setattr(_Proxy, f"__{_name}__", _recording(getattr(operator, _name)))
+for _name in ("iand", "ior", "ixor", "ilshift", "irshift"):
+    setattr(_Proxy, f"__{_name}__", _recording(getattr(operator, _name)))
 for _name in ("float", "int", "complex"):
-    _Proxy.refuse(_name)
+    setattr(_Proxy, f"__{_name}__", _refusing(_name))
 
 
 class _Attribute(Attribute, _Proxy):
@@ -319,10 +299,9 @@ def _has_attribute(proxy: Proxy, name: str) -> bool:
 
 
 class _State:
-    """The attributes of a module, and what is in those that are containers."""
+    """The attributes of a module, and what is in those that are containers, as they were."""
 
     def __init__(self, module: Module) -> None:
-        """Note how they are."""
         self.own = vars(module)
         self.attributes = dict(self.own)
         values = self.attributes.values()
@@ -397,6 +376,7 @@ class BackpackTracer(Tracer):
         branches: Where the forward pass asked whether it is in training mode.
         modes: Names of the parts whose training mode the graph depends on: the mode in which they
             took a branch; None if functions are given that of the model.
+        constants: Tensors of the graph that belong to no module.
     """
 
     proxy_buffer_attributes = True
@@ -406,6 +386,7 @@ class BackpackTracer(Tracer):
         super().__init__((math,))
         self.branches: list[Branch] = []
         self.modes: dict[str, bool | None] = {}
+        self.constants: dict[str, Tensor] = {}
         self._culprit: tuple[str, Module] | None = None
         self._modes: tuple[bool, ...] = ()
 
@@ -501,11 +482,7 @@ class BackpackTracer(Tracer):
             raise
 
     def create_arg(self, a: Any) -> Any:
-        """Return what stands for an argument, or for what the model returns.
-
-        Raises:
-            TraceError: If it is a container of another class than the graph would have.
-        """
+        """Return what stands for an argument; refuse containers that the graph would not have."""
         if isinstance(a, TrainingFlag):
             return a
         plain = next((c for c in (dict, list, tuple) if isinstance(a, c)), type(a))
@@ -515,11 +492,7 @@ class BackpackTracer(Tracer):
         return super().create_arg(a)
 
     def create_node(self, *args: Any, **kwargs: Any) -> Node:
-        """Record a node and where it comes from.
-
-        Raises:
-            TraceError: If gradients or autocast have been switched inside the forward pass.
-        """
+        """Record a node and where it comes from; refuse one for which modes were switched."""
         if _modes() != self._modes:
             raise TraceError(NO_MODES)
         node = super().create_node(*args, **kwargs)
@@ -558,11 +531,7 @@ class BackpackTracer(Tracer):
 
     @contextmanager
     def _flags(self, root: Any) -> Iterator[None]:
-        """Let modules have flags as ``training``; undo what the forward pass changes in modules.
-
-        Raises:
-            TraceError: If it changes something, which the graph would not do.
-        """
+        """Let modules have flags as ``training``; undo and refuse what changes in modules."""
 
         def asked(name: str, mode: bool) -> None:
             self.modes.setdefault(name, mode)
@@ -571,18 +540,17 @@ class BackpackTracer(Tracer):
                 self.branches.append(place)
 
         paths = {m: path for path, m in root.named_modules()} if isinstance(root, Module) else {}
-        modules = list(paths)
-        states = [_State(module) for module in modules]
-        for module in modules:
-            mode, path = module.training, paths[module]
+        states = {module: _State(module) for module in paths}
+        for module, path in paths.items():
+            mode = module.training
             vars(module)["training"] = TrainingFlag(mode, path, partial(asked, path, mode))
-        flagged = [dict(vars(module)) for module in modules]
+        flagged = {module: dict(vars(module)) for module in paths}
         changed: list[str] = []
         try:
             yield
         finally:
-            for module, state, before in zip(modules, states, flagged, strict=True):
-                names = state.put_back(before)
+            for module, state in states.items():
+                names = state.put_back(flagged[module])
                 changed += [f"{name!r} of {type(module).__name__}" for name in names]
         if changed:
             raise TraceError(
@@ -661,7 +629,7 @@ class BackpackTracer(Tracer):
                 setattr(*original)
 
     def _explain(self, root: Any, error: Exception) -> str:
-        where = f"{type(root).__name__}"
+        where = type(root).__name__
         if self._culprit is not None:
             path, module = self._culprit
             where += f" (in its child {path!r}, {type(module).__name__})"

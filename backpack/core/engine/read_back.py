@@ -2,8 +2,8 @@
 
 A node of the graph tells which function it belongs to, its options, and where its arguments come
 from. Those functions are run again, on what recorded calls have returned: then second-order
-quantities pass through them as through those of a converted model. What a node does not tell (a
-constant that was added), or tells of no known function, cannot be read.
+quantities pass through them as through those of a converted model. What a node does not tell
+cannot be read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from backpack.core.record.origins import (
 from backpack.core.record.registry import derivatives_of
 from backpack.core.record.visits import Visit
 from backpack.core.values import has_values
-from backpack.custom_module.function_module import Slot, map_leaves
+from backpack.custom_module.function_module import Slot, leaves_in
 
 # A function, what it is called with, and options.
 Reading = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
@@ -70,6 +70,7 @@ NAMESPACES: Sequence[tuple[Any, str]] = (
     (torch.special, "special_"),
 )
 OTHER_NAMES: dict[str, Any] = {
+    "ConstantPadNd": F.pad,  # with zeros: the check of the result tells whether it is that
     "MaxPool2DWithIndices": F.max_pool2d,
     "ScaledDotProductFlashAttention": F.scaled_dot_product_attention,
     "ScaledDotProductFlashAttentionForCpu": F.scaled_dot_product_attention,
@@ -100,10 +101,7 @@ def _stored(node: Any, name: str) -> Any:
 
 
 def _fitted(node: Any, form: Any, arguments: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Find what a function was called with if that had the form of a declaration.
-
-    ``arguments`` are those that may have a gradient, in their order.
-    """
+    """Fit arguments that may have a gradient, and what is stored, into a declared form."""
     waiting, options = list(arguments), {}
     args: list[Any] = []
     tensors = [one for one in form.arguments if str(one.type) in ("Tensor", "Optional[Tensor]")]
@@ -156,10 +154,7 @@ def _is_again(found: Tensor, value: Tensor) -> bool:
 
 
 def _check_stored(node: Any, again: Any) -> None:
-    """Refuse a function that has stored something else than the first time: it was misunderstood.
-
-    Derivatives of functions that are not linear depend on what they store.
-    """
+    """Refuse a function that has stored something else than before: it was misunderstood."""
     if kind(again) != kind(node):
         return
     for name in saved_names(node)[1]:
@@ -238,21 +233,10 @@ def _elu(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
 
 def _where(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
     """A choice; a constant is the result where it was chosen, if that is known, and else zero."""
-    form = shape_of(node, 0)
-    zero = torch.zeros((), dtype=form.dtype, device=form.device)
-    chosen = [(zero if value is None else value) if x is None else x for x in arguments]
-    return torch.where, (_stored(node, "condition"), *chosen), {}
-
-
-def _masked_fill(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
-    (x,) = arguments
-    constant = torch.zeros((), dtype=x.dtype, device=x.device) if value is None else value
-    return torch.where, (_stored(node, "mask"), constant, x), {}
-
-
-def _pad(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
-    """Padding with zeros: the check of the result tells whether it is that."""
-    return F.pad, (arguments[0], _stored(node, "pad")), {}
+    fills, form = kind(node) == "MaskedFill", shape_of(node, 0)
+    constant = torch.zeros((), dtype=form.dtype, device=form.device) if value is None else value
+    chosen = [constant if x is None else x for x in ((None, *arguments) if fills else arguments)]
+    return torch.where, (_stored(node, "mask" if fills else "condition"), *chosen), {}
 
 
 def _sorted(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
@@ -309,11 +293,10 @@ INTERPOLATIONS = {
 READERS: dict[str, Reader] = {
     "AdaptiveAvgPool2D": _adaptive_pool,
     "Add": _sum(1),
-    "ConstantPadNd": _pad,
     "Elu": _elu,
     "Expand": _expand,
     "Index": _index,
-    "MaskedFill": _masked_fill,
+    "MaskedFill": _where,
     "NativeDropout": _dropout,
     "NativeLayerNorm": _layer_norm,
     "Rsub": _rsub,
@@ -330,17 +313,12 @@ READERS: dict[str, Reader] = {
 
 
 class ReadBack:
-    """The calls of functions that one backward pass has read from the graph.
-
-    Attributes:
-        visits: These calls.
-        marks: For each call that reads results of them the identities of these, by input.
-    """
+    """The calls of functions that one backward pass has read from the graph."""
 
     def __init__(self, handles: list[RemovableHandle]) -> None:
         """Nothing was read; ``handles`` are those of hooks, to be removed after the pass."""
         self.visits: list[Visit] = []
-        self.marks: dict[Visit, dict[int, Origin]] = {}
+        self.marks: dict[Visit, dict[int, Origin]] = {}  # of what others read, by input
         self._handles = handles
         self._creates_graph = False  # then results are functions of the parameters
         self._returned: dict[Origin, tuple[Call, int]] = {}  # by recorded calls
@@ -357,10 +335,7 @@ class ReadBack:
             self.marks.setdefault(visit, {})[i] = mark
 
     def mark_of(self, x: Tensor) -> Origin | None:
-        """Run the functions that have computed a tensor again; return the identity of the result.
-
-        None if they cannot be read.
-        """
+        """Run the functions that have computed a tensor; return the mark of the result, or None."""
         if not has_values(x):  # what is found could not be compared
             return None
         is_first, creates_graph = not self._returned, torch.is_grad_enabled()
@@ -581,16 +556,9 @@ def _application(
 ) -> tuple[Module, tuple[Any, ...]]:
     """Return the module that stands for a function, and what to call it with."""
     known = Function(function, row_of(function))
-    tensors: list[Tensor] = []
-
-    def slot(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        tensors.append(x if x.grad_fn is not None else x.detach())  # notes of a constant are ours
-        return Slot(len(tensors) - 1)
-
-    args, options = map_leaves(slot, (args, options))
-    what = application(known, args, options, len(tensors))
+    given = [*{id(x): x for x in leaves_in((args, options), Tensor)}.values()]
+    what = application(known, args, options, given)
+    tensors = [x if x.grad_fn is not None else x.detach() for x in given]  # notes of it are ours
     return what.module, tuple(tensors[x.index] if isinstance(x, Slot) else x for x in what.inputs)
 
 

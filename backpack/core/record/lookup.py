@@ -14,7 +14,8 @@ from types import BuiltinFunctionType
 from typing import Any
 
 import torch
-from torch.fx.node import Node, map_arg
+from torch import Tensor
+from torch.fx.node import Node
 from torch.nn import Module
 from torch.nn import functional as F
 
@@ -32,7 +33,7 @@ from backpack.core.record.kinds import (
     kind,
 )
 from backpack.core.record.registry import derivatives_of
-from backpack.custom_module.function_module import FunctionModule, Slot
+from backpack.custom_module.function_module import FunctionModule, Slot, leaves_in, map_leaves
 
 NAMESPACES = {"F": F, "operator": operator, "builtins": builtins, "math": math}
 # Methods that overwrite their tensor with random numbers.
@@ -110,14 +111,14 @@ for _row in TABLE:
         _add(_name, _row)
 
 
-def set_item(input: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+def set_item(input: Tensor, index: Any, value: Any) -> Tensor:
     """Return a copy of ``input`` after ``input[index] = value``."""
     result = input.clone()
     result[index] = value
     return result
 
 
-def change_clone(method: str, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def change_clone(method: str, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return a clone of ``input`` after calling an in-place method of it."""
     return getattr(input.clone(), method)(*args, **kwargs)
 
@@ -136,14 +137,14 @@ def treatment(function: Callable[..., Any] | str) -> str | None:
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int | torch.SymInt, tuple[int, ...]]
 
 
-def geometry_of(view: torch.Tensor) -> Geometry:
+def geometry_of(view: Tensor) -> Geometry:
     """Return which part of its base a view is."""
     base: Any = view._base
     start = view.storage_offset() - base.storage_offset()
     return tuple(view.shape), view.stride(), start, base.stride()
 
 
-def part_of(base: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+def part_of(base: Tensor, geometry: Geometry) -> Tensor:
     """Return a view of a tensor, or of a copy with the strides that the view was made for."""
     shape, strides, start, of_base = geometry
     if base.stride() != of_base:
@@ -152,12 +153,12 @@ def part_of(base: torch.Tensor, geometry: Geometry) -> torch.Tensor:
 
 
 def change_view(
-    function: Callable[..., torch.Tensor] | str,
-    base: torch.Tensor,
+    function: Callable[..., Tensor] | str,
+    base: Tensor,
     geometry: Geometry,
     *args: Any,
     **kwargs: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Return a clone of ``base`` after a view of it has become ``function(view, …)``."""
     result = base.new_empty_strided(base.shape, geometry[-1]).copy_(base)
     view = part_of(result, geometry)
@@ -214,7 +215,7 @@ def method_of(name: str) -> Function:
     plain = name.rstrip("_")
     if name in METHODS or plain == name or name in NOT_IN_PLACE:
         return Function(name, METHODS.get(name))
-    if hasattr(torch.Tensor, plain) and name not in FILLS:
+    if hasattr(Tensor, plain) and name not in FILLS:
         return Function(plain, METHODS.get(plain), in_place=True)
     return Function(name, FILL.get(name), in_place=True, on_clone=True)
 
@@ -262,25 +263,32 @@ def name_of(function: Function) -> str:
 
 
 def application(
-    function: Function, args: Any, kwargs: Any, count: int, at_once: bool = True
+    function: Function, args: Any, kwargs: Any, tensors: Sequence[Tensor], at_once: bool = True
 ) -> Apply:
-    """Return the module that stands for a call, whose ``count`` tensors are slots.
+    """Return the module that stands for a call, whose tensors become slots.
 
     With ``at_once`` it has to be one module: what it returns is computed already.
     """
-    what = None
-    if function.row is not None and function.row.convert is not None:
-        try:
-            what = function.row.convert(*args, **kwargs)
-        except (TypeError, ValueError, AssertionError):  # arguments that the module refuses
-            what = None
+    slots = {id(x): Slot(i) for i, x in enumerate(tensors)}
+    args, kwargs = map_leaves(lambda x: slots.get(id(x), x), (args, kwargs))
+    what = converted(function.row, args, kwargs)
     if what is None or (at_once and what.is_nested):
         target: Any = function.target
         if function.on_clone:
             args, target = (target, *args), change_clone
         module = FunctionModule(target, args, kwargs, name_of(function))
-        what = Apply(module, tuple(map(Slot, range(count))))
+        what = Apply(module, tuple(slots.values()))
     return what
+
+
+def converted(row: Row | None, args: Any, kwargs: Any) -> Apply | None:
+    """Return what a row makes of a call; None if no module fits its arguments."""
+    if row is None or row.convert is None:
+        return None
+    try:
+        return row.convert(*args, **kwargs)
+    except (TypeError, ValueError, AssertionError):  # arguments that the module refuses
+        return None
 
 
 def row_of(target: Callable[..., Any] | str) -> Row | None:
@@ -290,7 +298,7 @@ def row_of(target: Callable[..., Any] | str) -> Row | None:
     if target in FUNCTIONS:
         return FUNCTIONS[target].row
     name = getattr(target, "__name__", "")
-    return METHODS.get(name) if getattr(torch.Tensor, name, None) is target else None
+    return METHODS.get(name) if getattr(Tensor, name, None) is target else None
 
 
 def layer_of(row: Row | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Module | None:
@@ -311,6 +319,4 @@ def layer_of(row: Row | None, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 def nodes_in(*arguments: Any) -> list[Node]:
     """Return the nodes in nested arguments, each once."""
-    found: dict[Node, None] = {}
-    map_arg(arguments, lambda node: found.setdefault(node))
-    return list(found)
+    return list(dict.fromkeys(leaves_in(arguments, Node)))
