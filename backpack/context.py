@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import filterfalse
+from itertools import chain, filterfalse
 from operator import methodcaller
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
@@ -29,42 +29,27 @@ PROPAGATES = methodcaller("expects_backpropagation_quantities")
 
 @dataclass
 class Passes:
-    """How many backward passes ran with a configuration, and in contexts inside that hid it.
-
-    Attributes:
-        told: Whether it was said of a module why it has no quantities.
-        missed: Whether a ``backward()`` has reached parameters, but no recorded call.
-    """
+    """How many backward passes ran with a configuration, and in contexts inside that hid it."""
 
     own: int = 0
     hidden: int = 0
-    told: bool = False
-    missed: bool = False
+    told: bool = False  # whether it was said of a module why it has no quantities
+    missed: bool = False  # whether a ``backward()`` has reached parameters, but no recorded call
 
 
 @dataclass(eq=False)
 class Scope:
-    """One time that a context is entered.
+    """One time that a context is entered."""
 
-    Attributes:
-        outer: The configuration before.
-        interceptor: The mode that sees calls of ``backward()``, if there is one.
-        latest: The module whose recorded call was the latest one.
-        seen_elsewhere: The latest backward pass outside of contexts: see ``OUTSIDE``.
-        start: When it was entered, in the order of recorded calls.
-        compiler: What compiled the functions that the thread called before.
-        device: Where the program makes its tensors, if not on the CPU.
-        was_left: Whether it is over. Tasks of ``asyncio`` that have started inside have a copy of
-            the state, and contexts may be left in any order.
-    """
-
-    outer: Configuration
-    interceptor: AbstractContextManager[Any] | None = None
-    latest: Module | None = None
-    seen_elsewhere: int = -1
-    start: int = 0
-    compiler: Any = None
-    device: torch.device | None = None
+    outer: Configuration  # the one before
+    interceptor: AbstractContextManager[Any] | None = None  # sees calls of ``backward()``
+    latest: Module | None = None  # whose recorded call was the latest one
+    seen_elsewhere: int = -1  # the latest backward pass outside of contexts: see ``OUTSIDE``
+    start: int = 0  # when it was entered, in the order of recorded calls
+    compiler: Any = None  # what compiled the functions that the thread called before
+    device: torch.device | None = None  # where the program makes its tensors, if not on the CPU
+    # Tasks of ``asyncio`` that have started inside have a copy of the state, and contexts may be
+    # left in any order.
     was_left: bool = False
 
 
@@ -217,18 +202,18 @@ class CTX:
             cls._handles.append(handle)
             return
         known = cls._extended.get(module, [])
-        cls._extended[module] = [*(one for one in known if _is_there(one)), handle]
+        there = [one for one in known if one.id in (one.hooks_dict_ref() or ())]
+        cls._extended[module] = [*there, handle]
 
     @classmethod
     def adopt(cls, module: Module, hook: Any) -> None:
         """Take note of a copy of an extended module, which has come with a hook."""
         own = vars(module)
         own["_backpack_identity"] = id(module)
-        for key, other in module._forward_hooks.items():
+        hooks, marks = module._forward_hooks, module._forward_hooks_with_kwargs
+        for key, other in hooks.items():
             if other is hook and module not in cls._extended:
-                handle = RemovableHandle(
-                    module._forward_hooks, extra_dict=module._forward_hooks_with_kwargs
-                )
+                handle = RemovableHandle(hooks, extra_dict=marks)
                 handle.id = key
                 cls.add_hook_handle(handle, module)
 
@@ -240,11 +225,9 @@ class CTX:
     @classmethod
     def remove_hooks(cls) -> None:
         """Take all hooks off; a later ``extend`` installs them again."""
-        for handle in cls._handles:
+        for handle in chain(cls._handles, *cls._extended.values()):
             handle.remove()
-        for module, handles in cls._extended.items():
-            for handle in handles:
-                handle.remove()
+        for module in cls._extended:
             module._backpack_extend = False  # type: ignore[assignment]
             vars(module).pop("_call_impl", None)  # of a model whose functions are recorded
             vars(module).pop("__prepare_scriptable__", None)
@@ -252,19 +235,14 @@ class CTX:
         cls._extended.clear()
 
 
-def _is_there(handle: RemovableHandle) -> bool:
-    """Whether nobody has taken a hook off."""
-    return handle.id in (handle.hooks_dict_ref() or ())
-
-
 def without_autocast() -> AbstractContextManager[Any]:
     """Compute in the precision of the tensors, also inside of ``torch.autocast``."""
     if not torch._C._is_any_autocast_enabled():
         return nullcontext()
-    enabled = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     stack = ExitStack()
-    for device in enabled:
-        stack.enter_context(torch.autocast(device, enabled=False))
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
     return stack
 
 

@@ -10,7 +10,7 @@ import argparse
 import re
 from collections.abc import Iterable
 from enum import Enum
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from textwrap import fill, wrap
 from typing import Any
@@ -73,14 +73,7 @@ EXPLANATIONS = {
     "negative log likelihood that targets could be drawn from, or torch has no derivative",
     Support.MISSING: "the registered derivatives lack what the extension calls",
 }
-SYMBOLS = {
-    Support.CLOSED_FORM: "+",
-    Support.AUTOMATIC: "~",
-    Support.RECORDED: "*",
-    Support.NOT_NEEDED: ".",
-    Support.UNDEFINED: "-",
-    Support.MISSING: "?",
-}
+SYMBOLS = dict(zip(Support, "+~*.-?", strict=True))
 
 # Marks of the place of the summary in a file.
 BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
@@ -106,12 +99,8 @@ def _rows() -> dict[type[Module], BaseDerivatives | None]:
 def all_extensions() -> list[BackpropExtension]:
     """Return an instance of every extension, those of first order first."""
     classes = [getattr(extensions, name) for name in extensions.__all__]
-    ggn = (
-        Curvature.GGN,
-        LossHessianStrategy.EXACT,
-        BackpropStrategy.SQRT,
-        ExpectationApproximation.BOTEV_MARTENS,
-    )
+    strategies = LossHessianStrategy.EXACT, BackpropStrategy.SQRT
+    ggn = Curvature.GGN, *strategies, ExpectationApproximation.BOTEV_MARTENS
     instances = [cls(*ggn) if cls is HBP else cls() for cls in classes]
     return sorted(
         instances, key=lambda ext: (ext.expects_backpropagation_quantities(), type(ext).__module__)
@@ -223,22 +212,18 @@ def _needed_of_module(derivatives: BaseDerivatives, ext: BackpropExtension) -> l
     propagation = ext.propagation
     # where the names of the parameters depend on the module, one method is for all of them
     params = ["param"] if _implements(derivatives, "param_names") else list(derivatives.params)
-    curved = _implements(derivatives, "hessian_is_zero")
-    diagonal = _implements(derivatives, "hessian_is_diagonal")
-    hessian = isinstance(propagation, HessianFactors) or getattr(propagation, "modify", None)
     needed = [[f"{name}_vjp", "param_vjp", "affine"] for name in params]
-    if propagation is not None and _has_input_jacobian(derivatives):
+    # gradients do not go on to integers (but to the weights of a bag), nor if there is no input
+    is_first = isinstance(derivatives, EmbeddingDerivatives | ParameterModuleDerivatives)
+    if propagation is not None and (
+        not is_first or isinstance(derivatives, EmbeddingBagDerivatives)
+    ):
         needed += [["vjp"]]
-    if hessian and curved and diagonal:
+    curvature = ("hessian_is_zero", "hessian_is_diagonal")
+    hessian = isinstance(propagation, HessianFactors) or getattr(propagation, "modify", None)
+    if hessian and all(_implements(derivatives, name) for name in curvature):
         needed += [["hessian_diag"]]
     return needed
-
-
-def _has_input_jacobian(derivatives: BaseDerivatives) -> bool:
-    """Whether gradients go on: not to integers, and not if there is no input at all."""
-    if isinstance(derivatives, EmbeddingBagDerivatives):  # weights of the samples
-        return True
-    return not isinstance(derivatives, EmbeddingDerivatives | ParameterModuleDerivatives)
 
 
 def _needed_of_loss(ext: BackpropExtension) -> list[list[str]]:
@@ -257,9 +242,7 @@ def _implements(derivatives: BaseDerivatives, name: str) -> bool:
     return any(name in vars(cls) for cls in below)
 
 
-# --------------------------------------------------------------------------------------
-# Text
-# --------------------------------------------------------------------------------------
+# --- Text -----------------------------------------------------------------------------------------
 
 
 def report(markdown: bool = False, summary: bool = False) -> str:
@@ -275,17 +258,20 @@ def report(markdown: bool = False, summary: bool = False) -> str:
     matrix = support_matrix()
     families = [list(members) for _, members in groupby(matrix, _family)]
     lines = (_summary if summary else _full)(matrix, families, markdown)
-    cells = {cell for row in matrix.values() for cell in row.values()}
-    quote = "`" if markdown else ""  # some symbols would begin a list in markdown
-    notes = [
-        f"{'' if summary else f'{quote}{SYMBOLS[cell]}{quote} '}{cell.value}: {text}."
-        for cell, text in EXPLANATIONS.items()
-        if cell in cells
-    ]
+    # some symbols would begin a list in markdown
+    symbol = "" if summary else "`{}` " if markdown else "{} "
+    notes = _explained((row.values() for row in matrix.values()), symbol)
     if any(map(_couples_samples, matrix)):
         notes.append(_footnote())
     notes = [f"- {note}" if markdown else fill(note, 80) for note in notes]
     return "\n".join([*lines, "", *notes])
+
+
+def _explained(rows: Iterable[Iterable[Support]], symbol: str) -> list[str]:
+    """Say what the cells of some rows mean, behind their symbols in some form."""
+    cells = set(chain.from_iterable(rows))
+    explained = ((cell, text) for cell, text in EXPLANATIONS.items() if cell in cells)
+    return [f"{symbol.format(SYMBOLS[c])}{c.value}: {text}." for c, text in explained]
 
 
 def write_summary(file: Path) -> None:
@@ -344,11 +330,7 @@ def report_of(model: Module) -> str:
         [f"{name} x{len(places)}", *(SYMBOLS[cell] for cell in cells)]
         for (name, cells), places in rows.items()
     ]
-    notes = [
-        f"{SYMBOLS[cell]} {cell.value}: {text}."
-        for cell, text in EXPLANATIONS.items()
-        if any(cell in cells for _, cells in rows)
-    ]
+    notes = _explained((cells for _, cells in rows), "{} ")
     automatic = [
         f"{', '.join(places)} ({name})"
         for (name, cells), places in rows.items()
@@ -375,8 +357,7 @@ def _couples_samples(module_class: type[Module]) -> bool:
 
 
 def _footnote() -> str:
-    matrix = support_matrix(mixing=True)
-    rows = [row for module_class, row in matrix.items() if _couples_samples(module_class)]
+    rows = [row for m, row in support_matrix(mixing=True).items() if _couples_samples(m)]
     names = {e.__name__: 0 for row in rows for e, c in row.items() if c is Support.UNDEFINED}
     return (
         "¹ With running statistics (`eval()`). With the statistics of the batch, which mix its "

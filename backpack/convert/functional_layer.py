@@ -22,14 +22,10 @@ class FunctionalLayer(Module):
     """Calls a function such as ``F.linear``, which is recorded as the layer with its parameters.
 
     Of an input that is no row for each sample, it is recorded as a function.
-
-    Attributes:
-        function: The function, whose first inputs are those of the layer.
-        readers: The parameters, its last inputs.
     """
 
     def __init__(self, function: FunctionModule, readers: Sequence[ParameterModule]):
-        """Store the function, and where its parameters are."""
+        """Store the function of the layer's inputs, and of its parameters, with their readers."""
         super().__init__()
         self.function, self.readers = function, ModuleList(readers)
 

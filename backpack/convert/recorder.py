@@ -148,35 +148,26 @@ class Functions:
 
 
 class Recorder(TorchFunctionMode):
-    """Records the functions of one run of a model's ``forward``.
-
-    Attributes:
-        silent: How many leaf modules are running: their functions belong to them.
-        is_away: Whether it was taken from the stack of modes for as long as they run.
-        opened: The leaf modules that are running whose functions are recorded instead.
-        has_changes: Whether a tensor was changed in place: views of it may be read later.
-        has_derivatives: Whether functions were derived, which is not recorded.
-        versions: Counts the changes of what the leaf without a rule reads that is running.
-        generators: States of the generators of random numbers when it began.
-        compiler: What compiles functions before and after: compiled ones would not be seen.
-        others: Keeps our other mode away, which would look at each function as well.
-    """
+    """Records the functions of one run of a model's ``forward``."""
 
     def __init__(self, root: Module):
         """Take note of what does not depend on the data of the model."""
         super().__init__()
         self.root = root
         self.functions: Functions = vars(root)["_backpack_functions"]
-        self.silent = 0
-        self.is_away = False
-        self.opened: list[Module] = []
-        self.entered: list[Module] = []
-        self.has_changes = self.has_derivatives = False
+        self.silent = 0  # how many leaf modules are running: their functions belong to them
+        self.is_away = False  # from the stack of modes, for as long as they run
+        self.entered: list[Module] = []  # these modules
+        self.opened: list[Module] = []  # those of them whose functions are recorded instead
+        self.has_changes = False  # in place: views of what has changed may be read later
+        self.has_derivatives = False  # of functions, which are not recorded
+        # of the leaf without a rule that is running: counts of changes of what it reads, and the
+        # generators of random numbers when it began
         self.versions: list[int] = []
         self.generators: tuple[Any, ...] = ()
-        self.views: dict[int, Tensor] = {}
-        self.compiler: Any = None
-        self.others = not_intercepted()
+        self.views: dict[int, Tensor] = {}  # of parameters
+        self.compiler: Any = None  # before and after: compiled functions would not be seen
+        self.others = not_intercepted()  # our other mode would look at each function as well
 
     def pause(self) -> None:
         """Note that a leaf module begins: functions that no mode sees cost nothing."""

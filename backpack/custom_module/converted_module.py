@@ -22,12 +22,10 @@ from backpack.utils.warning import warn
 MODULE_STATE = frozenset(vars(Module()))
 
 
-# What to do about changes that the graph does not follow.
-ADVICE = (
+ADVICE = (  # about changes that the graph does not follow
     "Change the model before it is converted, or record its functions: "
     'extend(model, use_converter="record").'
 )
-
 MODES = (
     "A graph has one mode for all of its functions: record them, "
     'extend(model, use_converter="record").'
@@ -35,19 +33,12 @@ MODES = (
 
 
 class Conversion(NamedTuple):
-    """One row of the report.
+    """One row of the report."""
 
-    Attributes:
-        name: Name of the module that is called.
-        source: What it was before.
-        result: What it is now.
-        line: Where it is called, if known.
-    """
-
-    name: str
-    source: str
-    result: str
-    line: str
+    name: str  # of the module that is called
+    source: str  # what it was before
+    result: str  # what it is now
+    line: str  # where it is called, if known
 
 
 class Branch(NamedTuple):
@@ -58,25 +49,15 @@ class Branch(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A module that the graph looks into, as it was when the model was converted.
-
-    Attributes:
-        name: Its name in the model.
-        parent: The module that it is a child of; None for the model.
-        module: What it was.
-        children: Names of those that it calls by itself.
-        hooks: Those of others, by number; None if the graph calls the module, too.
-        reads_mode: Whether its functions depend on its training mode.
-        branch: The mode in which they took a branch; None if they are given that of the model.
-    """
+    """A module that the graph looks into, as it was when the model was converted."""
 
     name: str
-    parent: Module | None
+    parent: Module | None  # None for the model
     module: Module
-    children: list[str]
-    hooks: list[int] | None
-    reads_mode: bool = False
-    branch: bool | None = None
+    children: list[str]  # those that it calls by itself
+    hooks: list[int] | None  # those of others, by number; None if the graph calls the module, too
+    reads_mode: bool = False  # whether its functions depend on its training mode
+    branch: bool | None = None  # the mode in which they took one; None if given that of the model
 
 
 @dataclass(frozen=True)
@@ -89,8 +70,7 @@ class _NodeName:
 class ConvertedModule(GraphModule):
     """A graph of module calls, with all parameters, buffers and children of the original.
 
-    Other than its base class it survives copying and pickling with everything that it has, also
-    with what the graph does not call.
+    Copies and pickles have everything, also what the graph does not call.
 
     Attributes:
         conversions: What was converted to what.
@@ -116,8 +96,7 @@ class ConvertedModule(GraphModule):
         for name, value in vars(root).items():
             if name in MODULE_STATE or not hasattr(self, name):
                 vars(self)[name] = value
-        vars(self)["conversions"] = conversions
-        vars(self)["branches"] = branches
+        vars(self).update(conversions=conversions, branches=branches)
         vars(self)["_traced_in_training"] = root.training
         for module in self.modules():
             if isinstance(module, ParameterModule):
@@ -125,10 +104,8 @@ class ConvertedModule(GraphModule):
             elif isinstance(module, RNNLayers):
                 module.own_layers()
         called = {str(node.target) for node in self.graph.nodes if node.op == "call_module"}
-        vars(self)["_parts"] = [*self._find_parts(called, modes)]
-        vars(self)["_called"] = {
-            name: (self._parent(name), self.get_submodule(name)) for name in called
-        }
+        layers = {name: (self._parent(name), self.get_submodule(name)) for name in called}
+        vars(self).update(_parts=[*self._find_parts(called, modes)], _called=layers)
 
     def _find_parts(self, called: Set[str], modes: Mapping[str, bool | None]) -> Iterator[Part]:
         """Find what the graph does not call, but whose children or parameters it uses."""

@@ -10,15 +10,14 @@ from torch.fx import Graph
 from torch.fx.node import Node, map_arg
 from torch.nn import LSTM, Module
 
-from backpack.custom_module.rnn_layers import PREFIXES, RNNLayers
+from backpack.custom_module.rnn_layers import LAYERS, RNNLayers
 
 
 def split_recurrent_layers(graph: Graph, root: Module) -> None:
-    """Replace recurrent modules with several layers by one module for each layer.
+    """Replace recurrent modules with several layers, in the graph and in the root, by one for each.
 
-    Those with hooks, with parameters that the forward pass uses directly, and those that get a
-    packed sequence or perhaps None as a state stay as they are. Others are replaced in the graph,
-    and in the module with all modules that are called.
+    Those with hooks, with parameters that the forward pass uses directly, and those that get
+    perhaps None as a state stay as they are.
     """
     read = {str(n.target).rpartition(".")[0] for n in graph.nodes if n.op == "get_attr"}
     calls: dict[str, list[Node]] = {}
@@ -27,9 +26,9 @@ def split_recurrent_layers(graph: Graph, root: Module) -> None:
             calls.setdefault(str(node.target), []).append(node)
     for target, nodes in calls.items():
         rnn: Any = root.get_submodule(target)
-        if type(rnn) not in PREFIXES or rnn.num_layers == 1:
+        if type(rnn) not in LAYERS or rnn.num_layers == 1:
             continue
-        if target in read or _has_hooks(rnn) or not all(map(_can_split, nodes)):
+        if target in read or _has_hooks(rnn) or any(map(_has_perhaps_no_state, nodes)):
             continue
         layers = RNNLayers.of(rnn)
         parent, _, name = target.rpartition(".")
@@ -52,10 +51,9 @@ def _arguments(node: Node) -> tuple[Any, Any]:
     return bound["input"], bound.get("hx")
 
 
-def _can_split(node: Node) -> bool:
+def _has_perhaps_no_state(node: Node) -> bool:
     _, hx = _arguments(node)
-    perhaps_none = isinstance(hx, Node) and hx.op == "placeholder" and hx.args == (None,)
-    return not perhaps_none
+    return isinstance(hx, Node) and hx.op == "placeholder" and hx.args == (None,)
 
 
 def _split(graph: Graph, node: Node, rnn: Any, layers: RNNLayers) -> None:
@@ -99,17 +97,14 @@ def _split(graph: Graph, node: Node, rnn: Any, layers: RNNLayers) -> None:
 
 def _substitute(graph: Graph, node: Node, value: Any) -> None:
     """Replace a node by a node, or by a (nested) tuple of nodes."""
-    if isinstance(value, Node):
-        node.replace_all_uses_with(value)
-        graph.erase_node(node)
-        return
 
     def replaced(argument: Node) -> Any:
         return value if argument is node else argument
 
     for user in list(node.users):
-        if user.target is operator.getitem and isinstance(user.args[1], int):
-            _substitute(graph, user, value[user.args[1]])
+        index = user.args[1] if user.target is operator.getitem else None
+        if isinstance(index, int) and isinstance(value, tuple):
+            _substitute(graph, user, value[index])
         else:
             user.args, user.kwargs = map_arg(user.args, replaced), map_arg(user.kwargs, replaced)
     graph.erase_node(node)

@@ -10,8 +10,6 @@ from torch.nn import GRU, LSTM, RNN, Dropout, Module, RNNBase
 
 from backpack.custom_module.reduce_tuple import ReduceTuple
 
-PREFIXES: dict[type[RNNBase], str] = {RNN: "rnn", LSTM: "lstm", GRU: "gru"}
-
 
 class RNNLayers(RNNBase):
     """A recurrent module with several layers, and a child for each of them.
@@ -126,19 +124,19 @@ class RNNLayers(RNNBase):
 class RNNLayersOfRNN(RNNLayers, RNN):
     """Layers of ``torch.nn.RNN``."""
 
-    prefix = PREFIXES[RNN]
+    prefix = "rnn"
 
 
 class RNNLayersOfLSTM(RNNLayers, LSTM):
     """Layers of ``torch.nn.LSTM``."""
 
-    prefix = PREFIXES[LSTM]
+    prefix = "lstm"
 
 
 class RNNLayersOfGRU(RNNLayers, GRU):
     """Layers of ``torch.nn.GRU``."""
 
-    prefix = PREFIXES[GRU]
+    prefix = "gru"
 
 
 LAYERS: dict[type[RNNBase], type[RNNLayers]] = {

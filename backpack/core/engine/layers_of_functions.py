@@ -43,15 +43,10 @@ EXCHANGES: dict[str, Callable[[Any], bool]] = {
 
 
 class Uses(NamedTuple):
-    """What becomes of a parameter that functions read.
+    """What becomes of a parameter that functions read."""
 
-    Attributes:
-        views: The call that reads it, and those that make something else of it alone.
-        ends: Those in which it meets data.
-    """
-
-    views: list[Visit]
-    ends: list[Visit]
+    views: list[Visit]  # the call that reads it, and those that make something else of it alone
+    ends: list[Visit]  # those in which it meets data
 
 
 def find_layers(calls: Sequence[Visit]) -> None:

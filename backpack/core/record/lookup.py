@@ -57,19 +57,12 @@ SYNONYMS = {
 
 @dataclass(frozen=True)
 class Function:
-    """What is known about the target of a call.
+    """What is known about the target of a call."""
 
-    Attributes:
-        target: The function, or the name of the method, that does not change its input.
-        row: The row of the table, None for an unknown function.
-        in_place: Whether the call changes its first argument.
-        on_clone: Whether the target is an in-place method that needs a clone to work on.
-    """
-
-    target: Callable[..., Any] | str
-    row: Row | None
-    in_place: bool = False
-    on_clone: bool = False
+    target: Callable[..., Any] | str  # or the name of the method, that does not change its input
+    row: Row | None  # of the table, None for an unknown function
+    in_place: bool = False  # whether the call changes its first argument
+    on_clone: bool = False  # whether the target is an in-place method that needs a clone
 
 
 # The table by function objects, by names of methods, and by names of other libraries.
