@@ -9,7 +9,7 @@ cannot be read.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from math import floor, prod
@@ -45,8 +45,8 @@ from backpack.core.record.visits import Visit
 from backpack.core.values import has_values
 from backpack.custom_module.function_module import Slot, leaves_in
 
-# A function, what it is called with, and options.
-Reading = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
+# A function, and what it is called with.
+Reading = partial[Any]
 # From a node, its arguments (None for constants), and its value (None if it is not known).
 Reader = Callable[[Any, Sequence[Any], Any], Reading]
 
@@ -143,7 +143,7 @@ def _declared(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
     if not fitting:
         raise UnreadableError
     args, options = max(fitting, key=lambda fit: len(fit[0]) + len(fit[1]))
-    return function, args, options
+    return partial(function, *args, **options)
 
 
 def _is_again(found: Tensor, value: Tensor) -> bool:
@@ -193,42 +193,34 @@ def _known(x: Any) -> Any:
     return x
 
 
-def _sum(sign: int) -> Reader:
+def _sum(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
     """``x ± alpha y``; a constant is the difference between the result and the other term."""
-
-    def read(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
-        x, y = (*arguments, None)[:2]  # a number is no argument
-        if y is None:
-            return torch.add, (x, (_known(value) - x).detach()), {}
-        alpha = sign * _stored(node, "alpha")
-        if x is None:
-            x = (_known(value) - alpha * y).detach()
-        return (torch.sub, (x, y), {}) if alpha == -1 else (torch.add, (x, y), {"alpha": alpha})
-
-    return read
-
-
-def _rsub(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
-    """``c - alpha x``."""
-    (x,), alpha = arguments, _stored(node, "alpha")
-    return torch.sub, ((_known(value) + alpha * x).detach(), x), {"alpha": alpha}
+    x, y = (*arguments, None)[:2]  # a number is no argument
+    if kind(node) == "Rsub":
+        x, y = y, x
+    if y is None:
+        return partial(torch.add, x, (_known(value) - x).detach())
+    alpha = _stored(node, "alpha") * (1 if kind(node) == "Add" else -1)
+    if x is None:
+        x = (_known(value) - alpha * y).detach()
+    return partial(torch.sub, x, y) if alpha == -1 else partial(torch.add, x, y, alpha=alpha)
 
 
 def _slice(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
     (x,), part = arguments, slice(*(_stored(node, name) for name in ("start", "end", "step")))
-    return operator.getitem, (x, (slice(None),) * (_stored(node, "dim") % x.dim()) + (part,)), {}
+    return partial(operator.getitem, x, (slice(None),) * (_stored(node, "dim") % x.dim()) + (part,))
 
 
 def _index(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
     chosen = tuple(slice(None) if i is None else i for i in _stored(node, "indices"))
-    return operator.getitem, (arguments[0], chosen), {}
+    return partial(operator.getitem, arguments[0], chosen)
 
 
 def _elu(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
     """ELU, or SELU: the check of the result tells whether it is that."""
-    is_plain = _stored(node, "scale") == _stored(node, "input_scale") == 1
-    options = {"alpha": _stored(node, "alpha")} if is_plain else {}
-    return F.elu if is_plain else F.selu, arguments, options
+    if _stored(node, "scale") == _stored(node, "input_scale") == 1:
+        return partial(F.elu, arguments[0], _stored(node, "alpha"))
+    return partial(F.selu, arguments[0])
 
 
 def _where(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
@@ -236,76 +228,63 @@ def _where(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
     fills, form = kind(node) == "MaskedFill", shape_of(node, 0)
     constant = torch.zeros((), dtype=form.dtype, device=form.device) if value is None else value
     chosen = [constant if x is None else x for x in ((None, *arguments) if fills else arguments)]
-    return torch.where, (_stored(node, "mask" if fills else "condition"), *chosen), {}
+    return partial(torch.where, _stored(node, "mask" if fills else "condition"), *chosen)
 
 
 def _sorted(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
-    return torch.gather, (arguments[0], _stored(node, "dim"), _stored(node, "indices")), {}
+    return partial(torch.gather, arguments[0], _stored(node, "dim"), _stored(node, "indices"))
 
 
 def _layer_norm(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
     """Layer normalisation; what was added to the variances is the difference to what is stored."""
     names, shape = ("input", "weight", "bias"), _stored(node, "normalized_shape")
     given = zip(names, arguments, strict=True)
-    x, *affine = (_stored(node, name) if x is None else x for name, x in given)
+    x, weight, bias = (_stored(node, name) if x is None else x for name, x in given)
     rows = x.detach().double().flatten(-len(shape))
     added = _stored(node, "result2").double().flatten() ** -2 - rows.var(-1, False).flatten()
-    return F.layer_norm, (x, shape, *affine, float(added.mean())), {}
-
-
-def _expand(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
-    return Tensor.expand, (arguments[0], tuple(shape_of(node, 0).shape)), {}
-
-
-def _adaptive_pool(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
-    return F.adaptive_avg_pool2d, (arguments[0], tuple(shape_of(node, 0).shape[-2:])), {}
+    return partial(F.layer_norm, x, shape, weight, bias, float(added.mean()))
 
 
 def _dropout(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
     """Dropout of an accelerator: a product with what was drawn."""
     (x,), kept, p = arguments, _stored(node, "result1"), _stored(node, "p")
-    return torch.mul, (x, kept.to(x.dtype) / (1 - p) if p < 1 else kept.to(x.dtype)), {}
+    return partial(torch.mul, x, kept.to(x.dtype) / (1 - p) if p < 1 else kept.to(x.dtype))
 
 
-def _interpolate(mode: str) -> Reader:
+def _interpolate(mode: str, node: Any, arguments: Sequence[Any], value: Any) -> Reading:
     """Interpolation to a size, or by factors, which need not be the ratios of the sizes."""
-
-    def read(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
-        names = ("scales", "scales_d", "scales_h", "scales_w")
-        factors = tuple(f for name in names if (f := _stored(node, name)) is not None)
-        size = tuple(shape_of(node, 0).shape[2:])
-        to: dict[str, Any] = {"scale_factor": factors} if factors else {"size": size}
-        options = {"mode": mode, "align_corners": _stored(node, "align_corners")}
-        return F.interpolate, arguments, {**to, **options}
-
-    return read
+    names = ("scales", "scales_d", "scales_h", "scales_w")
+    factors = tuple(f for name in names if (f := _stored(node, name)) is not None)
+    size = None if factors else tuple(shape_of(node, 0).shape[2:])
+    corners = _stored(node, "align_corners")
+    return partial(F.interpolate, arguments[0], size, factors or None, mode, corners)
 
 
 # Nodes are named by mode and number of axes.
-INTERPOLATIONS = {
-    **{f"UpsampleNearest{n}D": _interpolate("nearest") for n in (1, 2, 3)},
-    **{f"UpsampleNearestExact{n}D": _interpolate("nearest-exact") for n in (1, 2, 3)},
-    "UpsampleLinear1D": _interpolate("linear"),
-    "UpsampleBilinear2D": _interpolate("bilinear"),
-    "UpsampleBicubic2D": _interpolate("bicubic"),
-    "UpsampleTrilinear3D": _interpolate("trilinear"),
-}
+NEAREST, NEAREST_EXACT = (partial(_interpolate, mode) for mode in ("nearest", "nearest-exact"))
 READERS: dict[str, Reader] = {
-    "AdaptiveAvgPool2D": _adaptive_pool,
-    "Add": _sum(1),
+    "AdaptiveAvgPool2D": lambda node, xs, value: partial(
+        F.adaptive_avg_pool2d, xs[0], tuple(shape_of(node, 0).shape[-2:])
+    ),
+    "Add": _sum,
     "Elu": _elu,
-    "Expand": _expand,
+    "Expand": lambda node, xs, value: partial(Tensor.expand, xs[0], tuple(shape_of(node, 0).shape)),
     "Index": _index,
     "MaskedFill": _where,
     "NativeDropout": _dropout,
     "NativeLayerNorm": _layer_norm,
-    "Rsub": _rsub,
+    "Rsub": _sum,
     "Slice": _slice,
     "Sort": _sorted,
-    "Sub": _sum(-1),
+    "Sub": _sum,
     "Topk": _sorted,
+    **{f"UpsampleNearest{n}D": NEAREST for n in (1, 2, 3)},
+    **{f"UpsampleNearestExact{n}D": NEAREST_EXACT for n in (1, 2, 3)},
+    "UpsampleLinear1D": partial(_interpolate, "linear"),
+    "UpsampleBilinear2D": partial(_interpolate, "bilinear"),
+    "UpsampleBicubic2D": partial(_interpolate, "bicubic"),
+    "UpsampleTrilinear3D": partial(_interpolate, "trilinear"),
     "Where": _where,
-    **INTERPOLATIONS,
 }
 
 
@@ -463,7 +442,7 @@ class ReadBack:
         ways = zip(node.next_functions, parents, strict=True)
         arguments = [self._formed(parent, slot, end) for (parent, slot), end in ways]
         reader = READERS.get(kind(node), _declared)
-        module, inputs = _application(*reader(node, arguments, self._values.get(node)))
+        module, inputs = _application(reader(node, arguments, self._values.get(node)))
         vars(module)["_backpack_name"] = f"{kind(node)}, read from the graph"
         outputs = flatten_outputs(module.forward(*inputs))  # hooks of all modules are for others
         if not all(y.dim() for y in outputs):  # of all samples
@@ -551,13 +530,11 @@ def _note_constants(module: Module, inputs: Sequence[Any], outputs: Sequence[Ten
                 note(x, Layout.of_axis(x.shape, 0))
 
 
-def _application(
-    function: Callable[..., Any], args: Any, options: Any
-) -> tuple[Module, tuple[Any, ...]]:
+def _application(read: Reading) -> tuple[Module, tuple[Any, ...]]:
     """Return the module that stands for a function, and what to call it with."""
-    known = Function(function, row_of(function))
-    given = [*{id(x): x for x in leaves_in((args, options), Tensor)}.values()]
-    what = application(known, args, options, given)
+    known = Function(read.func, row_of(read.func))
+    given = [*{id(x): x for x in leaves_in((read.args, read.keywords), Tensor)}.values()]
+    what = application(known, read.args, read.keywords, given)
     tensors = [x if x.grad_fn is not None else x.detach() for x in given]  # notes of it are ours
     return what.module, tuple(tensors[x.index] if isinstance(x, Slot) else x for x in what.inputs)
 
