@@ -44,13 +44,7 @@ from backpack.core.engine.propagations import (
 )
 from backpack.core.record.registry import FALLBACKS, LISTS, derivatives_of, is_leaf, own_parameters
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.extensions.secondorder.hbp import (
-    HBP,
-    BackpropStrategy,
-    Curvature,
-    ExpectationApproximation,
-    LossHessianStrategy,
-)
+from backpack.extensions.secondorder import hbp
 
 
 class Support(str, Enum):
@@ -99,9 +93,9 @@ def _rows() -> dict[type[Module], BaseDerivatives | None]:
 def all_extensions() -> list[BackpropExtension]:
     """Return an instance of every extension, those of first order first."""
     classes = [getattr(extensions, name) for name in extensions.__all__]
-    strategies = LossHessianStrategy.EXACT, BackpropStrategy.SQRT
-    ggn = Curvature.GGN, *strategies, ExpectationApproximation.BOTEV_MARTENS
-    instances = [cls(*ggn) if cls is HBP else cls() for cls in classes]
+    strategies = hbp.LossHessianStrategy.EXACT, hbp.BackpropStrategy.SQRT
+    ggn = hbp.Curvature.GGN, *strategies, hbp.ExpectationApproximation.BOTEV_MARTENS
+    instances = [cls(*ggn) if cls is hbp.HBP else cls() for cls in classes]
     return sorted(
         instances, key=lambda ext: (ext.expects_backpropagation_quantities(), type(ext).__module__)
     )

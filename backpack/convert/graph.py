@@ -31,18 +31,10 @@ from backpack.convert.tracing import (
     optional_arguments,
     place_of,
 )
+from backpack.core.record import lookup
 from backpack.core.record.conversions import Apply
 from backpack.core.record.kinds import TENSOR, TENSORS, UNKNOWN, VALUE, Kind, TrainingFlag, kind
-from backpack.core.record.lookup import (
-    Function,
-    change_clone,
-    converted,
-    kind_of_call,
-    look_up,
-    name_of,
-    nodes_in,
-    on_values,
-)
+from backpack.core.record.lookup import Function
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.converted_module import MODULE_STATE, Conversion, ConvertedModule
 from backpack.custom_module.function_module import (
@@ -265,7 +257,7 @@ class _Converter:
             if node.users or node.op in ("placeholder", "call_module", "output"):
                 continue
             if node.op != "get_attr":
-                function = look_up(node)
+                function = lookup.look_up(node)
                 writes = function.in_place or "out" in node.kwargs
                 if function.row is None or function.row.keep or writes:
                     continue
@@ -319,7 +311,7 @@ class _Converter:
     # One method for each kind of node
 
     def _convert_placeholder(self, node: Node) -> None:
-        if nodes_in(node.args):
+        if lookup.nodes_in(node.args):
             raise self._error(node, "has a tensor as its default value, which is not converted.")
         is_tensor = node.type in (Tensor, "Tensor", "torch.Tensor")
         node.type = None
@@ -358,7 +350,7 @@ class _Converter:
             source = f"{target}, call {self.calls_so_far[target]} of {self.calls[target]}"
             node.target = self._name_of_call(target, module)
         node.args, node.kwargs = _without_flags(node.args), _without_flags(dict(node.kwargs))
-        inputs = [n for n in nodes_in(node.args, node.kwargs) if kind(n) != VALUE]
+        inputs = [n for n in lookup.nodes_in(node.args, node.kwargs) if kind(n) != VALUE]
         is_view = isinstance(module, VIEWS) and inputs
         memory = inputs[0].meta["backpack_memory"] if is_view else None
         self._finish(node, source, kind_of_output(module, node), memory)
@@ -385,8 +377,8 @@ class _Converter:
             # gradients would add up in another order
             self._finish(node, "", TENSORS)
             return
-        function = look_up(node)
-        if nodes_in(node.kwargs.get("out")):
+        function = lookup.look_up(node)
+        if lookup.nodes_in(node.kwargs.get("out")):
             raise self._error(node, "has an argument 'out'. Use what the function returns.")
         changed: Any = (*node.args, node.kwargs.get("input"))[0] if function.in_place else None
         if not isinstance(changed, Node) or kind(changed) not in (TENSOR, UNKNOWN):
@@ -412,21 +404,21 @@ class _Converter:
 
     def _out_of_place(self, node: Node, function: Function) -> Node:
         args, kwargs = node.args, {k: v for k, v in node.kwargs.items() if k != "inplace"}
-        row, what_kind = function.row, kind_of_call(node)
+        row, name, what_kind = function.row, lookup.name_of(function), lookup.kind_of_call(node)
         if row is not None and row.layer is not None:
             given = inspect.signature(row.layer).bind(*args, **kwargs).arguments
             is_layer = given.get("weight") in self.state.values()
             if is_layer and given.get("training") is True:  # and no standardised weight
                 raise self._error(node, "mixes the samples. Record it: use_converter='record'.")
-        what = None if on_values(node) else converted(row, args, kwargs)
+        what = None if lookup.on_values(node) else lookup.converted(row, args, kwargs)
         if what is None or what.takes_flag:  # which a function follows
             result = self._as_function(node, function)
         else:
-            result = self._apply(node, what, name_of(function), describe_function(node.target))  # type: ignore[arg-type]
+            result = self._apply(node, what, name, describe_function(node.target))  # type: ignore[arg-type]
         result.meta["backpack_kind"] = what_kind
-        is_view = (row is not None and row.is_view) or name_of(function) in SHARING
-        read = nodes_in(args, kwargs)
-        is_view &= name_of(function) != "einsum" or len(read) == 1  # a product has its own memory
+        is_view = (row is not None and row.is_view) or name in SHARING
+        read = lookup.nodes_in(args, kwargs)
+        is_view &= name != "einsum" or len(read) == 1  # a product has its own memory
         if is_view and what_kind != VALUE and read:
             memory = read[0].meta["backpack_memory"]
             if function.target is operator.getitem:
@@ -440,10 +432,10 @@ class _Converter:
         """Insert the call of a function as a module."""
         target, args = function.target, node.args
         kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
-        name, source = name_of(function), describe_function(node.target)  # type: ignore[arg-type]
+        name, source = lookup.name_of(function), describe_function(node.target)  # type: ignore[arg-type]
         if function.on_clone:
-            args, target = (str(target), *args), change_clone
-        inputs = nodes_in(kwargs.get("input"), args, kwargs.get("target"), kwargs)
+            args, target = (str(target), *args), lookup.change_clone
+        inputs = lookup.nodes_in(kwargs.get("input"), args, kwargs.get("target"), kwargs)
 
         def template(leaf: Any) -> Any:
             if isinstance(leaf, Node):

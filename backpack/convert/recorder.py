@@ -11,7 +11,7 @@ import inspect
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,77 +19,30 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
 from torch.nn import Module, Parameter
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode,
-    _get_current_function_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from backpack.context import STATE, disable
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.engine.hooks import extend_one
 from backpack.core.engine.intercept import not_intercepted
+from backpack.core.record import data_flow, data_notes, kinds, lookup
 from backpack.core.record.alive import preserve
 from backpack.core.record.compiler import may_leave_graph, set_compiler
 from backpack.core.record.conversions import Apply
-from backpack.core.record.data_flow import (
-    DENSE,
-    FORM,
-    dense_advice,
-    follow_data,
-    follow_not_dense,
-    is_dense,
-    note_miss,
-    note_unbatched,
-    tensors_in,
-)
-from backpack.core.record.data_notes import (
-    MIXED_DATA,
-    UNFILLED,
-    layout_of,
-    mixed_by,
-    note,
-    note_mixed,
-    running,
-)
+from backpack.core.record.data_notes import layout_of, note, running
 from backpack.core.record.functions import Row
 from backpack.core.record.in_place import former_of
-from backpack.core.record.kinds import (
-    ATTRIBUTES_TENSOR,
-    ATTRIBUTES_VALUE,
-    MEMORY,
-    MOVES,
-    RESHAPES,
-    VALUE,
-)
 from backpack.core.record.layout import Layout, unbatched
-from backpack.core.record.lookup import (
-    COPY,
-    DRAWS,
-    FILLS,
-    FUNCTIONS,
-    Function,
-    application,
-    change_view,
-    geometry_of,
-    layer_of,
-    method_of,
-    name_of,
-    part_of,
-)
+from backpack.core.record.lookup import Function
 from backpack.core.record.origins import origin, own_node
 from backpack.core.record.tape import record
 from backpack.core.record.weights import TENSORS, storage_of
 from backpack.custom_module.function_module import Slot, map_leaves
 from backpack.custom_module.parameter_module import ParameterModule
 
-# Calls a function, and returns what it returns, and a fact about its random numbers.
-Run = Callable[[Callable[[], Any]], tuple[Any, bool]]
 # Options that are equal if they look alike, and those of them that are equal if they compare so.
 PLAIN = (
     *(int, float, complex, str, type(None), type(...)),
@@ -103,7 +56,9 @@ DERIVATIVES = (Tensor.backward, torch._unpack_dual)
 # Functions that read a tensor and leave the entries of another one to be filled.
 UNINITIALISED = {"empty_like", "new_empty", "new_empty_strided"}
 # Functions that fill all of a tensor.
-FILLING = FILLS - {"fill_diagonal_"}
+FILLING = lookup.FILLS - {"fill_diagonal_"}
+# What a view that changes no entry may do with them.
+FORMS = (kinds.MEMORY, kinds.MOVES, kinds.RESHAPES)
 # Of the modules for functions, the last ones used are kept: options may change in every run.
 MAX_APPLICATIONS = 512
 # Tells the transform of ``torch.func`` that tensors belong to, which hooks cannot follow.
@@ -172,8 +127,8 @@ class Recorder(TorchFunctionMode):
     def pause(self) -> None:
         """Note that a leaf module begins: functions that no mode sees cost nothing."""
         self.silent += 1
-        if self.silent == 1 and _get_current_function_mode() is self:
-            _pop_mode()
+        if self.silent == 1 and overrides._get_current_function_mode() is self:
+            overrides._pop_mode()
             self.is_away = True
 
     def resume(self) -> None:
@@ -181,17 +136,17 @@ class Recorder(TorchFunctionMode):
         self.silent -= 1
         if self.is_away and not self.silent:
             self.is_away = False
-            _push_mode(self)
+            overrides._push_mode(self)
 
     def leave(self) -> None:
         """Take it from the stack of modes, where an interrupt has left others above it, too."""
-        if not any(mode is self for mode in _get_current_function_mode_stack()):
+        if not any(mode is self for mode in overrides._get_current_function_mode_stack()):
             return  # the interrupt came before it was there
         above = []
-        while (mode := _pop_mode()) is not self:
+        while (mode := overrides._pop_mode()) is not self:
             above.append(mode)
         for mode in reversed(above):
-            _push_mode(mode)
+            overrides._push_mode(mode)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``, as a module if a gradient flows through it."""
@@ -216,7 +171,7 @@ class Recorder(TorchFunctionMode):
             with disable():  # this is no backward pass for extensions
                 return func(*args, **kwargs)
         tensors = tensors_among((*args, *kwargs.values()) if kwargs else args)
-        if not DENSE.issuperset(map(FORM, tensors)):
+        if not data_flow.DENSE.issuperset(map(data_flow.FORM, tensors)):
             return self._pass_by(func, args, kwargs, tensors)
         if not (torch.is_grad_enabled() and any(map(REQUIRES_GRAD, tensors))):
             return self._follow(func, args, kwargs, tensors)
@@ -226,7 +181,7 @@ class Recorder(TorchFunctionMode):
         if function is None:
             return self._follow_source(func(*args, **kwargs), args)
         if function.row is not None and function.row.layer is not None:
-            layer = layer_of(function.row, args, kwargs)
+            layer = lookup.layer_of(function.row, args, kwargs)
             if layer is not None:
                 return self._note(*_named(layer, function, args, kwargs), func(*args, **kwargs))
         if any(map(REQUIRES_GRAD, filter(IS_LEAF, tensors))):
@@ -263,13 +218,13 @@ class Recorder(TorchFunctionMode):
         names = {id(p): name for name, p in self.root.named_parameters() if p.requires_grad}
         read = [names[id(x)] for x in tensors if id(x) in names]
         what = getattr(func, "__name__", "a function")
-        not_dense = next(x for x in tensors if not is_dense(x))
+        not_dense = next(x for x in tensors if not data_flow.is_dense(x))
         for y in tree_leaves(result):
             if isinstance(y, Tensor) and not any(x is y for x in tensors):
                 if read:
-                    why = f"calls {what}, which {dense_advice(not_dense)}"
-                    note_miss(self.root, tensors, [y], why, BackwardPass.missed, read)
-                follow_not_dense(what, not_dense, y)
+                    why = f"calls {what}, which {data_flow.dense_advice(not_dense)}"
+                    data_flow.note_miss(self.root, tensors, [y], why, BackwardPass.missed, read)
+                data_flow.follow_not_dense(what, not_dense, y)
         return result
 
     def _follow(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
@@ -278,20 +233,20 @@ class Recorder(TorchFunctionMode):
             args, kwargs = (kwargs["tensor"],), {k: x for k, x in kwargs.items() if k != "tensor"}
         if getattr(func, "__name__", "") in FILLING:
             filled = layout_of(args[0])
-            if filled is not None and filled.lost == UNFILLED:
+            if filled is not None and filled.lost == data_notes.UNFILLED:
                 note(args[0], unbatched())
         known = [layout_of(x) for x in tensors]
         if not any(layout is not None and layout.is_batched for layout in known):
             result = func(*args, **kwargs)
-            if MIXED_DATA and (by := mixed_by(tensors)) is not None:
-                for y in tensors_in(result) or tensors[:1]:  # x[i] = y returns nothing
-                    note_mixed(y, by)
+            if data_notes.MIXED_DATA and (by := data_notes.mixed_by(tensors)) is not None:
+                for y in data_flow.tensors_in(result) or tensors[:1]:  # x[i] = y returns nothing
+                    data_notes.note_mixed(y, by)
             if None not in known:
-                note_unbatched(tensors_in(result), known, func)
+                data_flow.note_unbatched(data_flow.tensors_in(result), known, func)
             return result
         if getattr(func, "__name__", "") in UNINITIALISED:
             result = func(*args, **kwargs)
-            note(result, unbatched(UNFILLED))
+            note(result, unbatched(data_notes.UNFILLED))
             return result
         function = resolve(func)
         if function is None:
@@ -306,13 +261,13 @@ class Recorder(TorchFunctionMode):
         before = args if former is None else (former, *args[1:])
         self.silent += 1
         try:
-            layer = layer_of(function.row, before, options)
+            layer = lookup.layer_of(function.row, before, options)
             if layer is None:
                 what, inputs = self._application(function, before, options, at_once=True)
             else:
                 what, inputs = _named(layer, function, before, options)
             outputs = result if changed is None else changed
-            follow_data(what.module, tuple(self._inputs(what, inputs)), {}, outputs)
+            data_flow.follow_data(what.module, tuple(self._inputs(what, inputs)), {}, outputs)
             if changed is not None:
                 _follow_base(changed)
         finally:
@@ -336,24 +291,24 @@ class Recorder(TorchFunctionMode):
             args, kwargs = (kwargs["input"],), {k: x for k, x in kwargs.items() if k != "input"}
         x, *others = args
         row = function.row  # of unsqueeze_ and the like: no entry changes, nor does the base
-        is_form = row is not None and row.is_view and row.treatment in (MEMORY, MOVES, RESHAPES)
+        is_form = row is not None and row.is_view and row.treatment in FORMS
         base = x if is_form or x._base is None else x._base
-        geometry = None if base is x else geometry_of(x)
+        geometry = None if base is x else lookup.geometry_of(x)
         before, layout = former_of(base), layout_of(x)
         given, options = _formers(base, (others, kwargs))
         preserve(base, before)
         result = func(*args, **kwargs)
         options.pop("inplace", None)
-        if function.target in DRAWS and not tensors_among((*given, *options.values())):
+        if function.target in lookup.DRAWS and not tensors_among((*given, *options.values())):
             drawn = x.detach().clone()  # numbers that depend on no tensor
             note(drawn, layout)
-            function, given, options = COPY, [drawn], {}
+            function, given, options = lookup.COPY, [drawn], {}
         if geometry is None:
             self._note_change(function, (before, *given), options, x)
         else:
             arguments = function.target, before, geometry, *given
-            self._note_change(Function(change_view, None), arguments, options, base)
-            self._note_change(Function(part_of, None), (base, geometry), {}, x)
+            self._note_change(Function(lookup.change_view, None), arguments, options, base)
+            self._note_change(Function(lookup.part_of, None), (base, geometry), {}, x)
         return result
 
     def note_views(self, tensors: Iterable[Tensor]) -> None:
@@ -364,7 +319,8 @@ class Recorder(TorchFunctionMode):
                 continue
             mark = origin(x)
             if mark is not None and not mark.is_output:
-                self._note_change(Function(part_of, None), (base, geometry_of(x)), {}, x)
+                part = Function(lookup.part_of, None)
+                self._note_change(part, (base, lookup.geometry_of(x)), {}, x)
 
     def _note_change(self, function: Function, args: Any, kwargs: Any, output: Tensor) -> None:
         """Record what was computed already."""
@@ -426,8 +382,8 @@ class Recorder(TorchFunctionMode):
             map_leaves(lambda x: _form(x, tensors) if isinstance(x, Tensor) else x, (args, kwargs))
         what = None if key is None else self.functions.applications.get(key)
         if what is None:
-            what = application(function, args, kwargs, tensors, at_once)
-            self._extend_all(what, f"{name_of(function)} at {_place()}")
+            what = lookup.application(function, args, kwargs, tensors, at_once)
+            self._extend_all(what, f"{lookup.name_of(function)} at {_place()}")
             if key is not None:
                 self.functions.keep(key, what)
         elif len(self.functions.applications) >= MAX_APPLICATIONS // 2:  # else there is space
@@ -460,7 +416,7 @@ class Recorder(TorchFunctionMode):
 
 def _named(layer: Module, function: Function, args: Any, kwargs: Any) -> tuple[Apply, list[Tensor]]:
     """Name the layer that a function is, and return it with its inputs."""
-    vars(layer)["_backpack_name"] = f"{name_of(function)} at {_place()}"
+    vars(layer)["_backpack_name"] = f"{lookup.name_of(function)} at {_place()}"
     names = ("input",) if function.row is None else function.row.inputs
     inputs = [args[i] if i < len(args) else kwargs[name] for i, name in enumerate(names)]
     return Apply(layer, tuple(map(Slot, range(len(names))))), inputs
@@ -513,9 +469,9 @@ def _form(value: Any, tensors: list[Tensor]) -> Any:
 def gives_value(func: Any) -> bool:
     """Whether a function returns no tensor, but a number, a shape or the like."""
     if getattr(func, "__name__", "") == "__get__":
-        return getattr(func.__self__, "__name__", "") in ATTRIBUTES_VALUE
+        return getattr(func.__self__, "__name__", "") in kinds.ATTRIBUTES_VALUE
     function = resolve(func)
-    return function is not None and function.row is not None and function.row.result == VALUE
+    return function is not None and function.row is not None and function.row.result == kinds.VALUE
 
 
 @cache
@@ -524,16 +480,16 @@ def resolve(func: Any) -> Function | None:
 
     None for what no gradient flows through; ``func`` is what ``__torch_function__`` is given.
     """
-    if func in FUNCTIONS:
-        return FUNCTIONS[func]
+    if func in lookup.FUNCTIONS:
+        return lookup.FUNCTIONS[func]
     name = getattr(func, "__name__", "")
     if name == "__get__":
         attribute = getattr(func.__self__, "__name__", "")  # a property may have none
-        known = attribute in ATTRIBUTES_TENSOR - DETACHED
+        known = attribute in kinds.ATTRIBUTES_TENSOR - DETACHED
         return Function(func, Row(attribute, is_view=True)) if known else None
     if name in ("__set__", "__delete__"):  # an attribute: of the tensor itself, no view of it
         return None
-    method = method_of(name)
+    method = lookup.method_of(name)
     if method.on_clone or not isinstance(method.target, str):
         return method
     return replace(method, target=getattr(Tensor, method.target) if method.in_place else func)

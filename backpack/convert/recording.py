@@ -19,26 +19,14 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from backpack.context import CTX, STATE, update
-from backpack.convert.recorder import (
-    IS_LEAF,
-    REQUIRES_GRAD,
-    Functions,
-    Recorder,
-    Run,
-    tensors_among,
-)
+from backpack.convert.recorder import IS_LEAF, REQUIRES_GRAD, Functions, Recorder, tensors_among
 from backpack.core.engine.elided_gradients import REARRANGEMENTS
 from backpack.core.engine.hooks import call_after_recording, copy_last
 from backpack.core.engine.spread import kind
+from backpack.core.record import generators
 from backpack.core.record.compiler import is_traced, may_leave_graph, set_compiler
 from backpack.core.record.data_flow import clear_inputs, is_dense, note_inputs
 from backpack.core.record.data_notes import layout_of, note
-from backpack.core.record.generators import (
-    evaluated_apart,
-    generator_states,
-    have_changed,
-    set_generators,
-)
 from backpack.core.record.kept_attributes import attributes_kept
 from backpack.core.record.kept_parameters import differing
 from backpack.core.record.layout import unbatched
@@ -49,6 +37,8 @@ from backpack.core.record.tape import GRAD_FN, has_rules
 from backpack.core.record.weights import IS_SOMETHING, TENSORS, version_of
 from backpack.hessianfree.graph import nodes_above
 
+# Calls a function, and returns what it returns, and a fact about its random numbers.
+Run = Callable[[Callable[[], Any]], tuple[Any, bool]]
 # Modules of torch that consist of modules and functions.
 OPEN = (
     nn.Transformer,
@@ -98,7 +88,8 @@ def record_functions(root: Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):  # takes no hooks; extend() has warned
             continue
         is_called = type(module).forward is not Module.forward  # else it holds parameters
-        is_whole = is_called and not is_open(module) and _is_leaf(module)
+        has_rule = not _has_no_rule(module)
+        is_whole = is_called and not is_open(module) and (is_leaf(module) or has_rule)
         if not is_whole or (module is root and derivatives_of(module) is None):
             vars(module)["_backpack_open"] = True
             _forget_leaf(module)
@@ -129,10 +120,6 @@ def _forget_leaf(module: Module) -> None:
             del hooks[key]
             marks.pop(key, None)
             module._forward_hooks_always_called.pop(key, None)
-
-
-def _is_leaf(module: Module) -> bool:
-    return is_leaf(module) or derivatives_of(module) is not None or has_rules(module)
 
 
 def _recorder() -> Recorder | None:
@@ -245,22 +232,18 @@ def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
         opens = is_packed or changes_view or "_backpack_open" in vars(module)
         # parameters that functions have computed, as functional_call may give them
         computed = [*filter(GRAD_FN, filter(IS_SOMETHING, module._parameters.values()))]
-        opens = opens or (bool(computed) and any(map(_is_recorded_output, computed)))
+        if computed and not opens:
+            opens = any(mark is not None and mark.is_output for mark in map(origin, computed))
         if not opens and _has_no_rule(module):
             # where no gradient passes, autograd does not tell what samples it mixes
             opens = not any(map(REQUIRES_GRAD, chain(tensors, module.parameters())))
             recorder.versions = _versions(module, args, kwargs)
-            recorder.generators = generator_states()
+            recorder.generators = generators.generator_states()
             opens = opens or not _suits_as_a_whole(tree_leaves((args, kwargs)))
         if opens:
             recorder.opened.append(module)
             recorder.resume()
     return read
-
-
-def _is_recorded_output(x: Any) -> bool:
-    mark = origin(x)
-    return mark is not None and mark.is_output
 
 
 def _leave_leaf(module: Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -285,8 +268,8 @@ def _leave_leaf(module: Module, args: Any, kwargs: Any, output: Any) -> Any:
         suits = not (opens or "_backpack_whole" in vars(module)) and _calls_layers(
             module, tensors_among((*args, *kwargs.values())), leaves
         )
-        run: Run | None = evaluated_apart if opens or suits else None
-        if have_changed(recorder.generators, generator_states()):
+        run: Run | None = generators.evaluated_apart if opens or suits else None
+        if generators.have_changed(recorder.generators, generators.generator_states()):
             run, suits = partial(_drawn_again, recorder.generators), False
         if run is not None and recorder.versions == _versions(module, args, kwargs):
             before, recorder.has_derivatives = recorder.has_derivatives, False
@@ -336,12 +319,12 @@ def _drawn_again(before: tuple[Any, ...], function: Callable[[], Any]) -> tuple[
 
     If it draws none, it was another thread that has.
     """
-    after = generator_states()
-    set_generators(before)
+    after = generators.generator_states()
+    generators.set_generators(before)
     try:
-        value, now = function(), generator_states()
+        value, now = function(), generators.generator_states()
     finally:
-        set_generators(after)
+        generators.set_generators(after)
     return value, now != after
 
 

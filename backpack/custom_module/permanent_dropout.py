@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.nn import (
-    AlphaDropout,
-    Dropout,
-    Dropout1d,
-    Dropout2d,
-    Dropout3d,
-    FeatureAlphaDropout,
-    Module,
-    RReLU,
-)
+from torch import nn
+from torch.nn import Module
 
 from backpack.custom_module.attention import ScaledDotProductAttention
 
@@ -26,31 +18,31 @@ class _Permanent(Module):
         return super().train(True)
 
 
-class PermanentDropout(_Permanent, Dropout):
+class PermanentDropout(_Permanent, nn.Dropout):
     """``torch.nn.Dropout``, always on."""
 
 
-class PermanentDropout1d(_Permanent, Dropout1d):
+class PermanentDropout1d(_Permanent, nn.Dropout1d):
     """``torch.nn.Dropout1d``, always on."""
 
 
-class PermanentDropout2d(_Permanent, Dropout2d):
+class PermanentDropout2d(_Permanent, nn.Dropout2d):
     """``torch.nn.Dropout2d``, always on."""
 
 
-class PermanentDropout3d(_Permanent, Dropout3d):
+class PermanentDropout3d(_Permanent, nn.Dropout3d):
     """``torch.nn.Dropout3d``, always on."""
 
 
-class PermanentAlphaDropout(_Permanent, AlphaDropout):
+class PermanentAlphaDropout(_Permanent, nn.AlphaDropout):
     """``torch.nn.AlphaDropout``, always on."""
 
 
-class PermanentFeatureAlphaDropout(_Permanent, FeatureAlphaDropout):
+class PermanentFeatureAlphaDropout(_Permanent, nn.FeatureAlphaDropout):
     """``torch.nn.FeatureAlphaDropout``, always on."""
 
 
-class PermanentRReLU(_Permanent, RReLU):
+class PermanentRReLU(_Permanent, nn.RReLU):
     """``torch.nn.RReLU``, always random."""
 
 

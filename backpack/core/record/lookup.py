@@ -22,16 +22,7 @@ from torch.nn import functional as F
 from backpack.core.record.conversions import Apply
 from backpack.core.record.data_notes import layout_of, running
 from backpack.core.record.functions import TABLE, Row
-from backpack.core.record.kinds import (
-    MOVES,
-    TENSOR,
-    TENSORS,
-    UNKNOWN,
-    VALUE,
-    Kind,
-    is_static,
-    kind,
-)
+from backpack.core.record.kinds import MOVES, TENSOR, TENSORS, UNKNOWN, VALUE, Kind, is_static, kind
 from backpack.core.record.registry import derivatives_of
 from backpack.custom_module.function_module import FunctionModule, Slot, leaves_in, map_leaves
 
