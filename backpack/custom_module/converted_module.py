@@ -123,12 +123,7 @@ class ConvertedModule(GraphModule):
         return self.get_submodule(above) if above else None  # no reference to itself
 
     def check_parts(self) -> None:
-        """Look for changes of parts that the graph does not follow; warn of new hooks and layers.
-
-        Raises:
-            RuntimeError: If a part was replaced, has other children that it would call, or another
-                training mode than the model, on which its functions depend.
-        """
+        """Refuse changes of parts that the graph does not follow; warn of new hooks and layers."""
         for i, part in enumerate(self._parts):
             name, module = part.name, part.module
             owner = self if part.parent is None else part.parent

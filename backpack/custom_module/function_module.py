@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 from torch.autograd import Function
@@ -120,9 +121,8 @@ class FunctionModule(Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Import the function."""
-        function = state["function"]
-        if isinstance(function, _Reference):
-            function = function.resolve()
+        own = state["function"]
+        function = own.resolve() if isinstance(own, _Reference) else own
         super().__setstate__({**state, "function": function})
 
 
@@ -135,12 +135,7 @@ class _Reference:
 
     def resolve(self) -> Any:
         """Import the function."""
-        if self.module not in sys.modules:
-            __import__(self.module)
-        found: Any = sys.modules[self.module]
-        for part in self.name.split("."):
-            found = getattr(found, part)
-        return found
+        return attrgetter(self.name)(import_module(self.module))
 
     @staticmethod
     def to(function: Any) -> _Reference | None:

@@ -39,31 +39,25 @@ from backpack.core.record.kinds import (
 class Row:
     """How to convert calls of some functions.
 
-    Attributes:
-        functions: Their names: ``torch.relu``, ``F.relu`` (of ``torch.nn.functional``), ``.relu``
-            (method of a tensor), ``operator.add``. In-place forms need not be listed. Names that
-            torch does not have are ignored.
-        convert: From the arguments to an ``Apply``; if there is none, or if it returns None, or if
-            the arguments do not fit its signature, the function becomes a ``FunctionModule``.
-        result: Kind of the result, or a function of the arguments that returns it.
-        is_view: Whether the result may share its memory with the first argument.
-        keep: Whether to keep calls whose result is not used.
-        treatment: What it does with the entries of its tensors; None for anything else.
-        layer: From the arguments of a recorded call to the layer with the same parameters, or the
-            loss with the same weights; None if the call is none of one.
-        inputs: Names of the inputs of the layer, the first arguments.
-        reading: From the arguments of a call, where a ``Weight`` stands for each parameter that it
-            reads, perhaps transposed, to the layer and its input; likewise.
+    Their names are ``torch.relu``, ``F.relu`` (of ``torch.nn.functional``), ``.relu`` (method of a
+    tensor), ``operator.add``. In-place forms need not be listed. Those that torch does not have are
+    ignored.
     """
 
     functions: str
+    # From the arguments to what to apply. If there is none, or if it returns None, or if they do
+    # not fit its signature, the function becomes a ``FunctionModule``.
     convert: Callable[..., Apply | None] | None = None
-    result: Kind | Callable[..., Kind] = TENSOR
-    is_view: bool = False
-    keep: bool = False
-    treatment: str | None = None
+    result: Kind | Callable[..., Kind] = TENSOR  # or a function of the arguments that returns it
+    is_view: bool = False  # whether the result may share its memory with the first argument
+    keep: bool = False  # whether to keep calls whose result is not used
+    treatment: str | None = None  # what it does with entries of its tensors; None: anything else
+    # From the arguments of a recorded call to the layer with the same parameters, or the loss with
+    # the same weights; None if the call is none of one.
     layer: Callable[..., Module | None] | None = None
-    inputs: tuple[str, ...] = ("input",)
+    inputs: tuple[str, ...] = ("input",)  # of the layer, the first arguments
+    # From the arguments, where a ``Weight`` stands for each parameter that the call reads, perhaps
+    # transposed, to the layer and its input; likewise.
     reading: Callable[..., layers.Reading | None] | None = None
 
 

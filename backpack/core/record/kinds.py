@@ -35,15 +35,10 @@ class TrainingFlag:
 
     It is recognised as an argument of functions, and reports when somebody asks for its value. It
     is no number: the indices, keys and bounds that Python reads of one would not be reported.
-
-    Attributes:
-        mode: The value.
-        owner: Name of the module.
-        asked: Called by what asks for the value.
     """
 
     def __init__(self, mode: bool, owner: str, asked: Callable[[], None]):
-        """Stand for a mode of a module."""
+        """Stand for a mode of the module of that name; who asks for it calls ``asked``."""
         self.mode, self.owner, self.asked = mode, owner, asked
 
     def __repr__(self) -> str:
@@ -57,34 +52,31 @@ class TrainingFlag:
         """Let proxies record a function; compute with the mode if there is none."""
         if any(issubclass(each, Proxy) for each in types):
             return NotImplemented
-        args, kwargs = map_leaves(cls._told, (args, kwargs or {}))
+        args, kwargs = map_leaves(_told, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    @classmethod
-    def _told(cls, x: Any) -> Any:
-        """Return the mode of a flag, which is asked for; anything else as it is."""
-        return bool(x) if type(x) is cls else x
 
-    @classmethod
-    def ask(cls, name: str) -> None:
-        """Let a method that computes with the mode report that, too."""
+def _told(x: Any) -> Any:
+    """Return the mode of a flag, which is asked for; anything else as it is."""
+    return bool(x) if type(x) is TrainingFlag else x
 
-        def method(self: TrainingFlag, *others: Any) -> Any:
-            if not any(isinstance(other, Proxy) for other in others):  # which record it
-                self.asked()
-            return plain(self.mode, *map(cls._told, others))
 
-        plain = getattr(bool, name)
-        setattr(cls, name, method)
+def _asking(name: str) -> Callable[..., Any]:
+    """Return a method that computes with the mode, and reports that, too."""
+    plain = getattr(bool, name)
+
+    def method(self: TrainingFlag, *others: Any) -> Any:
+        if not any(isinstance(other, Proxy) for other in others):  # which record it
+            self.asked()
+        return plain(self.mode, *map(_told, others))
+
+    return method
 
 
 _BINARY = "add sub mul truediv floordiv mod divmod pow lshift rshift and or xor"
 _OTHERS = "bool int float index round format str neg pos abs invert eq ne lt le gt ge hash"
-for _name in _BINARY.split():
-    TrainingFlag.ask(f"__{_name}__")
-    TrainingFlag.ask(f"__r{_name}__")
-for _name in _OTHERS.split():
-    TrainingFlag.ask(f"__{_name}__")
+for _name in (*_BINARY.split(), *(f"r{name}" for name in _BINARY.split()), *_OTHERS.split()):
+    setattr(TrainingFlag, f"__{_name}__", _asking(f"__{_name}__"))
 
 
 def kind(argument: Any) -> Kind:
