@@ -28,7 +28,6 @@ from backpack.convert.tracing import (
     BackpackTracer,
     ConversionError,
     kind_of_output,
-    optional_arguments,
     place_of,
 )
 from backpack.core.record import lookup
@@ -118,7 +117,8 @@ def _record(module: Module) -> BackpackTracer:
     Arguments with a default of None, a bool or a string often decide what happens: they are
     constants in the graph, unless it is the same for all of their values.
     """
-    options = optional_arguments(module)
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    options = {p.name: p.default for p in parameters if isinstance(p.default, str | bool | None)}
     if not options:
         return _record_with(module, None)
     try:

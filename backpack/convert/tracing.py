@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
-import inspect
 import linecache
 import math
 import operator
@@ -123,12 +122,6 @@ def _users_line(trace: TracebackType | None) -> str:
             found = f'  File "{code.co_filename}", line {line}, in {code.co_name}\n    {text}\n'
         trace = trace.tb_next
     return found
-
-
-def _last_line(error: Exception) -> str:
-    """Quote the line that has raised an error without a message."""
-    *_, last = traceback.extract_tb(error.__traceback__)
-    return f"{last.line} ({last.filename}:{last.lineno})"
 
 
 def place_of(node: Node, short: bool = True) -> str:
@@ -633,20 +626,14 @@ class BackpackTracer(Tracer):
         if self._culprit is not None:
             path, module = self._culprit
             where += f" (in its child {path!r}, {type(module).__name__})"
-        lines = _users_line(error.__traceback__)
+        *_, last = traceback.extract_tb(error.__traceback__)
+        message = str(error) or f"{last.line} ({last.filename}:{last.lineno})"
         return (
-            f"The forward pass of {where} cannot be converted:\n{lines}"
-            f"  {type(error).__name__}: {str(error) or _last_line(error)}\n{ADVICE}"
+            f"The forward pass of {where} cannot be converted:\n{_users_line(error.__traceback__)}"
+            f"  {type(error).__name__}: {message}\n{ADVICE}"
         )
 
 
 def _modes() -> tuple[bool, ...]:
     autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
     return torch.is_grad_enabled(), *autocast
-
-
-def optional_arguments(module: Module) -> dict[str, Any]:
-    """Return arguments of a forward pass whose default is None, a bool or a string, with that."""
-    parameters = inspect.signature(type(module).forward).parameters.values()
-    kinds = (type(None), bool, str)
-    return {p.name: p.default for p in parameters if isinstance(p.default, kinds)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.node import Node
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
-from backpack.custom_module.function_module import map_leaves
+from backpack.custom_module.function_module import Slot, map_leaves
 from backpack.custom_module.parameter_module import ParameterModule
 from backpack.custom_module.rnn_layers import RNNLayers
 from backpack.utils.warning import warn
@@ -58,13 +57,6 @@ class Part(NamedTuple):
     hooks: list[int] | None  # those of others, by number; None if the graph calls the module, too
     reads_mode: bool = False  # whether its functions depend on its training mode
     branch: bool | None = None  # the mode in which they took one; None if given that of the model
-
-
-@dataclass(frozen=True)
-class _NodeName:
-    """Stands for a node in the arguments of another."""
-
-    name: str
 
 
 class ConvertedModule(GraphModule):
@@ -181,13 +173,14 @@ class ConvertedModule(GraphModule):
         return "\n".join(line.rstrip() for line in lines)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Replace the graph by a list of its nodes."""
+        """Replace the graph by a list of its nodes, where slots stand for them in arguments."""
+        slots = {node: Slot(i) for i, node in enumerate(self.graph.nodes)}
 
-        def named(leaf: Any) -> Any:
-            return _NodeName(leaf.name) if isinstance(leaf, Node) else leaf
+        def slot(leaf: Any) -> Any:
+            return slots[leaf] if isinstance(leaf, Node) else leaf
 
         nodes = [
-            (node.op, node.target, *map_leaves(named, (node.args, dict(node.kwargs))), node.name)
+            (node.op, node.target, *map_leaves(slot, (node.args, dict(node.kwargs))), node.name)
             for node in self.graph.nodes
         ]
         state = {name: value for name, value in vars(self).items() if name != "_graph"}
@@ -197,14 +190,14 @@ class ConvertedModule(GraphModule):
         """Build the graph again."""
         state = dict(state)
         graph = Graph()
-        nodes: dict[str, Node] = {}
+        nodes: list[Node] = []
 
         def found(leaf: Any) -> Any:
-            return nodes[leaf.name] if isinstance(leaf, _NodeName) else leaf
+            return nodes[leaf.index] if isinstance(leaf, Slot) else leaf
 
         for op, target, args, kwargs, name in state.pop("_nodes"):
             args, kwargs = map_leaves(found, args), map_leaves(found, kwargs)
-            nodes[name] = graph.create_node(op, target, args, kwargs, name)
+            nodes.append(graph.create_node(op, target, args, kwargs, name))
         type(self).__name__ = state.pop("_class_name")
         Module.__setstate__(self, state)
         self.graph = graph
