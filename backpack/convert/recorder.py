@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import operator
 import sys
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -59,7 +58,7 @@ UNINITIALISED = {"empty_like", "new_empty", "new_empty_strided"}
 FILLING = lookup.FILLS - {"fill_diagonal_"}
 # What a view that changes no entry may do with them.
 FORMS = (kinds.MEMORY, kinds.MOVES, kinds.RESHAPES)
-# Of the modules for functions, the last ones used are kept: options may change in every run.
+# Of the modules for functions, the last ones made are kept: options may change in every run.
 MAX_APPLICATIONS = 512
 # Tells the transform of ``torch.func`` that tensors belong to, which hooks cannot follow.
 in_transform = torch._C._functorch.peek_interpreter_stack
@@ -72,17 +71,16 @@ class Functions:
 
     def __init__(self) -> None:
         """Start with none."""
-        self.applications: OrderedDict[Any, Apply] = OrderedDict()
+        self.applications: dict[Any, Apply] = {}
         self.readers: dict[int, ParameterModule] = {}
         self.lock = Lock()  # several threads may run the model
 
     def keep(self, key: Any, what: Apply) -> None:
-        """Note what was used last, and drop what has not been used for longest."""
+        """Note a new one; of too many, drop the oldest."""
         with self.lock:
             self.applications[key] = what
-            self.applications.move_to_end(key)
             if len(self.applications) > MAX_APPLICATIONS:
-                self.applications.popitem(last=False)
+                del self.applications[next(iter(self.applications))]
 
     def reader(self, p: Tensor, owner: Module, name: str, prefix: str) -> ParameterModule:
         """Return the module that reads ``owner.name``, which is ``p`` now: one for each place."""
@@ -386,8 +384,6 @@ class Recorder(TorchFunctionMode):
             self._extend_all(what, f"{lookup.name_of(function)} at {_place()}")
             if key is not None:
                 self.functions.keep(key, what)
-        elif len(self.functions.applications) >= MAX_APPLICATIONS // 2:  # else there is space
-            self.functions.keep(key, what)
         return what, tensors
 
     def _extend_all(self, what: Apply, name: str) -> None:

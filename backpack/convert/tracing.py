@@ -18,6 +18,7 @@ from functools import partial
 from inspect import getattr_static
 from pathlib import Path
 from threading import RLock, get_ident
+from traceback import FrameSummary
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -101,10 +102,8 @@ def _asks_for_user(frame: FrameType) -> bool:
 
 
 def _users_frame() -> FrameType | None:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _is_users(frame):
-        frame = frame.f_back
-    return frame
+    frames = traceback.walk_stack(sys._getframe(1))
+    return next((frame for frame, _ in frames if _is_users(frame)), None)
 
 
 def _users_place() -> Branch | None:
@@ -114,14 +113,9 @@ def _users_place() -> Branch | None:
 
 def _users_line(trace: TracebackType | None) -> str:
     """Quote the innermost line of the user in a traceback."""
-    found = ""
-    while trace is not None:
-        if _is_users(trace.tb_frame):
-            code, line = trace.tb_frame.f_code, trace.tb_lineno or 0
-            text = linecache.getline(code.co_filename, line).strip()
-            found = f'  File "{code.co_filename}", line {line}, in {code.co_name}\n    {text}\n'
-        trace = trace.tb_next
-    return found
+    users = [(frame.f_code, i) for frame, i in traceback.walk_tb(trace) if _is_users(frame)]
+    lines = [FrameSummary(code.co_filename, i, code.co_name) for code, i in users[-1:]]
+    return "".join(traceback.format_list(lines))
 
 
 def place_of(node: Node, short: bool = True) -> str:

@@ -153,17 +153,9 @@ def _read(layer: Any, args: Any) -> None:
 
 
 def _single_layer(rnn: Any, k: int) -> Module:
-    directions = 2 if rnn.bidirectional else 1
-    width = (rnn.proj_size or rnn.hidden_size) * directions
-    options: dict[str, Any] = {"nonlinearity": rnn.nonlinearity} if isinstance(rnn, RNN) else {}
-    if isinstance(rnn, LSTM):
-        options["proj_size"] = rnn.proj_size
-    return type(rnn)(
-        rnn.input_size if k == 0 else width,
-        rnn.hidden_size,
-        bias=rnn.bias,
-        batch_first=rnn.batch_first,
-        bidirectional=rnn.bidirectional,
-        device="meta",  # no memory, no random numbers: the parameters are replaced
-        **options,
-    )
+    width = (rnn.proj_size or rnn.hidden_size) * (2 if rnn.bidirectional else 1)
+    names = ["hidden_size", "bias", "batch_first", "bidirectional"]
+    names += {RNN: ["nonlinearity"], LSTM: ["proj_size"], GRU: []}[type(rnn)]
+    options = {name: getattr(rnn, name) for name in names}
+    # no memory, no random numbers: the parameters are replaced
+    return type(rnn)(rnn.input_size if k == 0 else width, device="meta", **options)
