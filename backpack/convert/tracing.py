@@ -215,22 +215,9 @@ class _StateProxy(_Proxy):
         super().__init__(node, tracer)
         self.tensor = tensor
 
-    @property
-    def shape(self) -> torch.Size:
-        return self.tensor.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.tensor.ndim
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.tensor.size() if dim is None else self.tensor.size(dim)
-
-    def dim(self) -> int:
-        return self.tensor.ndim
-
-    def numel(self) -> int:
-        return self.tensor.numel()
+    def __getattr__(self, name: str) -> Any:
+        is_known = name in ("shape", "ndim", "size", "dim", "numel")
+        return getattr(self.tensor, name) if is_known else super().__getattr__(name)
 
 
 def kind_of_output(module: Module, node: Node) -> Kind:
