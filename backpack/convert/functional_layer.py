@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,16 +41,14 @@ class FunctionalLayer(Module):
             layer = layer_of(row, *self.function.arguments(*given))
             if row is None or layer is None:
                 return self._as_function(inputs)
-            return self._as_layer(layer, inputs[: len(row.inputs)], given)
+            vars(layer)["_backpack_name"] = vars(self).get("_backpack_name", self.function.name)
+            with disable():  # a model around it may record functions
+                y = self.function.forward(*given)
+            inputs, passes = inputs[: len(row.inputs)], (BackwardPass.reached, BackwardPass.missed)
+            seen = record(layer, inputs, {}, y, *passes)
+            return y if seen is None else seen
         finally:
             set_compiler(compiler)
 
     def _as_function(self, inputs: Sequence[Tensor]) -> Tensor:
         return self.function(*inputs, *[reader() for reader in self.readers])
-
-    def _as_layer(self, layer: Module, inputs: tuple[Tensor, ...], given: Sequence[Any]) -> Tensor:
-        vars(layer)["_backpack_name"] = vars(self).get("_backpack_name", self.function.name)
-        with disable():  # a model around it may record functions
-            y = self.function.forward(*given)
-        seen = record(layer, inputs, {}, y, BackwardPass.reached, BackwardPass.missed)
-        return y if seen is None else seen

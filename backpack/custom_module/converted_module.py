@@ -166,7 +166,8 @@ class ConvertedModule(GraphModule):
     def report(self) -> str:
         """Return what was converted to what, as a table."""
         header = Conversion("module", "was", "is", "called at")
-        rows = [header, *(Conversion(*map(_short, row)) for row in self.conversions)]
+        shown = ([s if len(s) <= 70 else f"{s[:69]}…" for s in row] for row in self.conversions)
+        rows = [header, *(Conversion(*row) for row in shown)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))
@@ -235,10 +236,6 @@ def _hooks(module: Module) -> list[int]:
     """Number the hooks that are not ours."""
     hooks: Any = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
     return [key for key, hook in hooks if not str(hook.__module__).startswith("backpack.")]
-
-
-def _short(text: str, length: int = 70) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def _empty() -> ConvertedModule:

@@ -67,27 +67,21 @@ def _add(name: str, row: Row) -> None:
     if name.startswith("."):
         METHODS[name[1:]] = row
     elif name == "math.*":
-        for function in filter(callable, vars(math).values()):
-            FUNCTIONS[function] = Function(function, row)
+        FUNCTIONS.update({f: Function(f, row) for f in filter(callable, vars(math).values())})
     elif name.startswith("torchvision."):
         ELSEWHERE[name] = row
     else:
-        _add_function(name, row)
-
-
-def _add_function(name: str, row: Row) -> None:
-    first, *path, last = name.split(".")
-    namespace: Any = NAMESPACES.get(first, torch)
-    for part in path:
-        namespace = getattr(namespace, part, None)
-    function = getattr(namespace, last, None)
-    if function is None:
-        return
-    FUNCTIONS[function] = Function(function, row)
-    in_place = f"i{last.rstrip('_')}" if namespace is operator else f"{last}_"
-    changing = getattr(namespace, in_place, None)
-    if changing is not None:
-        FUNCTIONS[changing] = Function(function, row, in_place=True)
+        first, *path, last = name.split(".")
+        namespace: Any = NAMESPACES.get(first, torch)
+        for part in path:
+            namespace = getattr(namespace, part, None)
+        function = getattr(namespace, last, None)
+        in_place = f"i{last.rstrip('_')}" if namespace is operator else f"{last}_"
+        changing = getattr(namespace, in_place, None)
+        if function is not None:
+            FUNCTIONS[function] = Function(function, row)
+        if function is not None and changing is not None:
+            FUNCTIONS[changing] = Function(function, row, in_place=True)
 
 
 for _row in TABLE:
