@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -24,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from backpack.context import STATE, disable
+from backpack.convert.tracing import users_frame
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.engine.hooks import extend_one
 from backpack.core.engine.intercept import not_intercepted
@@ -62,8 +62,6 @@ FORMS = (kinds.MEMORY, kinds.MOVES, kinds.RESHAPES)
 MAX_APPLICATIONS = 512
 # Tells the transform of ``torch.func`` that tensors belong to, which hooks cannot follow.
 in_transform = torch._C._functorch.peek_interpreter_stack
-# What is not worth a mention as the place of a call.
-LIBRARIES = (str(Path(str(torch.__file__)).parent), str(Path(__file__).parents[1]))
 
 
 class Functions:
@@ -550,7 +548,5 @@ def _changes_input(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _place() -> str:
     """Return where a function was called."""
-    frame: Any = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
-        frame = frame.f_back
+    frame = users_frame()
     return "?" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

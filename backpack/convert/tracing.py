@@ -101,13 +101,14 @@ def _asks_for_user(frame: FrameType) -> bool:
     return behind is not None and _is_users(behind)
 
 
-def _users_frame() -> FrameType | None:
+def users_frame() -> FrameType | None:
+    """Return the innermost frame that is neither ours nor one of torch."""
     frames = traceback.walk_stack(sys._getframe(1))
     return next((frame for frame, _ in frames if _is_users(frame)), None)
 
 
 def _users_place() -> Branch | None:
-    frame = _users_frame()
+    frame = users_frame()
     return None if frame is None else Branch(frame.f_code.co_filename, frame.f_lineno or 0)
 
 
@@ -494,7 +495,7 @@ class BackpackTracer(Tracer):
 
     def to_bool(self, obj: Proxy) -> bool:
         """Record an ``assert`` of the user; any other control flow is an error."""
-        frame = _users_frame()
+        frame = users_frame()
         if frame is None:
             return super().to_bool(obj)
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
