@@ -18,32 +18,19 @@ class _Permanent(Module):
         return super().train(True)
 
 
-class PermanentDropout(_Permanent, nn.Dropout):
-    """``torch.nn.Dropout``, always on."""
+def _permanent(cls: type[Module]) -> type[Module]:
+    """Derive a class that is always on from one of ``torch.nn``."""
+    described = {"__doc__": f"``torch.nn.{cls.__name__}``, always on."}
+    return type(f"Permanent{cls.__name__}", (_Permanent, cls), described)
 
 
-class PermanentDropout1d(_Permanent, nn.Dropout1d):
-    """``torch.nn.Dropout1d``, always on."""
-
-
-class PermanentDropout2d(_Permanent, nn.Dropout2d):
-    """``torch.nn.Dropout2d``, always on."""
-
-
-class PermanentDropout3d(_Permanent, nn.Dropout3d):
-    """``torch.nn.Dropout3d``, always on."""
-
-
-class PermanentAlphaDropout(_Permanent, nn.AlphaDropout):
-    """``torch.nn.AlphaDropout``, always on."""
-
-
-class PermanentFeatureAlphaDropout(_Permanent, nn.FeatureAlphaDropout):
-    """``torch.nn.FeatureAlphaDropout``, always on."""
-
-
-class PermanentRReLU(_Permanent, nn.RReLU):
-    """``torch.nn.RReLU``, always random."""
+PermanentDropout = _permanent(nn.Dropout)
+PermanentDropout1d = _permanent(nn.Dropout1d)
+PermanentDropout2d = _permanent(nn.Dropout2d)
+PermanentDropout3d = _permanent(nn.Dropout3d)
+PermanentAlphaDropout = _permanent(nn.AlphaDropout)
+PermanentFeatureAlphaDropout = _permanent(nn.FeatureAlphaDropout)
+PermanentRReLU = _permanent(nn.RReLU)
 
 
 class PermanentAttention(_Permanent, ScaledDotProductAttention):
