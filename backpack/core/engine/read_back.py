@@ -100,7 +100,9 @@ def _stored(node: Any, name: str) -> Any:
     return signed(getattr(node, f"_saved_{name}", None))
 
 
-def _fitted(node: Any, form: Any, arguments: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+def _fitted(
+    function: Callable[..., Any], form: Any, node: Any, arguments: Sequence[Any]
+) -> Reading | None:
     """Fit arguments that may have a gradient, and what is stored, into a declared form."""
     waiting, options = list(arguments), {}
     args: list[Any] = []
@@ -110,7 +112,7 @@ def _fitted(node: Any, form: Any, arguments: Sequence[Any]) -> tuple[list[Any], 
         if str(one.type) == "List[Tensor]":
             value, waiting = waiting, []
             if None in value:
-                raise UnreadableError
+                return None
         elif one in tensors:
             # others, such as indices, have no gradient
             is_index = isinstance(value, Tensor) and not value.is_floating_point()
@@ -118,32 +120,24 @@ def _fitted(node: Any, form: Any, arguments: Sequence[Any]) -> tuple[list[Any], 
             given = waiting.pop(0) if is_asked and waiting else None
             is_given = value is None and (given is not None or may_be_none)
             if not (is_given or isinstance(value, Tensor)):  # such as a number
-                raise UnreadableError
+                return None
             value = value if given is None else given
         elif isinstance(value, Tensor) or (value is None and not one.has_default_value()):
-            raise UnreadableError
+            return None
         if value is None and one.has_default_value():
             continue
         if one.kwarg_only or len(args) < form.arguments.index(one):
             options[one.name] = value
         else:
             args.append(value)
-    if waiting:
-        raise UnreadableError
-    return args, options
+    return None if waiting else partial(function, *args, **options)
 
 
 def _declared(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
     """Read a node by the declaration of its function that uses most of what is stored."""
     function, forms = _function_of(kind(node))
-    fitting = []
-    for form in forms:
-        with suppress(UnreadableError):
-            fitting.append(_fitted(node, form, arguments))
-    if not fitting:
-        raise UnreadableError
-    args, options = max(fitting, key=lambda fit: len(fit[0]) + len(fit[1]))
-    return partial(function, *args, **options)
+    fitting = filter(None, (_fitted(function, form, node, arguments) for form in forms))
+    return _known(max(fitting, key=lambda fit: len(fit.args) + len(fit.keywords), default=None))
 
 
 def _is_again(found: Tensor, value: Tensor) -> bool:
