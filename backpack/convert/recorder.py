@@ -450,8 +450,6 @@ def _form(value: Any, tensors: list[Tensor]) -> Any:
         return len(tensors) - 1
     if isinstance(value, (tuple, list)):
         return kind, *[_form(x, tensors) for x in value]
-    if isinstance(value, dict):
-        return kind, *value, *[_form(x, tensors) for x in value.values()]
     if isinstance(value, slice):
         return kind, *[_form(x, tensors) for x in (value.start, value.stop, value.step)]
     if isinstance(value, PLAIN):
