@@ -1571,6 +1571,95 @@ def test_what_changes_the_module_is_recorded(function: Run) -> None:
     assert (net.last is None) == (plain.last is None)
 
 
+class Steps:
+    """What a model holds, and counts with."""
+
+    def __init__(self) -> None:
+        self.n, self.t, self.array = 0, torch.zeros(1), numpy.zeros(1)
+        self.entries, self.nested = [torch.zeros(1)], {"in": ([0], {"n": 0})}
+
+
+TOTAL = {"n": 0}
+
+
+def of_a_collection(held: Steps) -> float:
+    held.nested["in"][1]["n"] += 1
+    return held.nested["in"][1]["n"]
+
+
+def of_an_object(held: Steps) -> float:
+    held.n += 1
+    return held.n
+
+
+def of_a_tensor(held: Steps) -> Tensor:
+    return held.t.add_(1)
+
+
+def of_its_data(held: Steps) -> Tensor:
+    held.t.data += 1
+    return held.t
+
+
+def of_its_memory(held: Steps) -> Tensor:
+    held.t.data = held.t + 1
+    return held.t
+
+
+def of_an_entry(held: Steps) -> Tensor:
+    return torch.add(held.entries[0], 1, out=held.entries[0])
+
+
+def of_an_array(held: Steps) -> float:
+    held.array += 1
+    return float(held.array[0])
+
+
+def of_a_program(held: Steps) -> float:
+    TOTAL["n"] += 1
+    return TOTAL["n"]
+
+
+def of_a_class(held: Steps) -> float:
+    type(held).total = getattr(type(held), "total", 0) + 1  # type: ignore[attr-defined]
+    return type(held).total  # type: ignore[attr-defined]
+
+
+CHANGES = [of_a_collection, of_an_object, of_a_tensor, of_its_data, of_its_memory, of_an_entry]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, of_an_array, of_a_program, of_a_class])
+def test_what_changes_its_state_is_recorded(change: Callable[[Steps], Any]) -> None:
+    """The graph had the values of the first forward pass, and what it changed stayed changed."""
+
+    def count(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x * change(m.held)
+
+    net: Any = Net(count)
+    net.held, (x, y) = Steps(), torch.rand(2, 2, 6)
+    is_held = change not in (of_a_program, of_a_class)
+    with pytest.raises(ConversionError, match="attribute 'held'" if is_held else "a global"):
+        convert_module_to_backpack(net, False)
+    net = extend(net, use_converter=True)
+    outputs = [net(x, y) for _ in range(3)]
+    torch.testing.assert_close(outputs[1] - outputs[0], x)
+    torch.testing.assert_close(outputs[2] - outputs[1], x)
+    if is_held:
+        torch.testing.assert_close(outputs[0], x)
+
+
+def test_sentinels_and_constants_that_are_no_numbers() -> None:
+    """What is not changed stays the same object, whatever it is."""
+    sentinel, nothing = object(), torch.full((6,), math.nan)
+
+    def fill(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        return torch.where(nothing.isnan(), x if m.kind is sentinel else y, m.empty)
+
+    net: Any = Net(fill)
+    net.kind, net.empty = sentinel, nothing
+    assert_same(convert(net), net, X, Y)
+
+
 @pytest.mark.parametrize("draw", [random.random, lambda: float(numpy.random.rand())])
 def test_random_numbers_of_python_are_recorded(draw: Callable[[], float]) -> None:
     def function(m: Any, x: Tensor, y: Tensor) -> Tensor:

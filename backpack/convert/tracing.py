@@ -10,10 +10,8 @@ import math
 import operator
 import sys
 import traceback
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from functools import partial
 from inspect import getattr_static
 from pathlib import Path
@@ -32,6 +30,7 @@ from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from backpack.convert.functional_layer import FunctionalLayer
+from backpack.convert.held import Held, are_alike, constants_of, take_constants
 from backpack.core.derivatives import derivatives_of
 from backpack.core.record.generators import generator_states, have_changed, set_generators
 from backpack.core.record.kinds import TENSOR, TENSORS, UNKNOWN, VALUE, Kind, TrainingFlag, kind
@@ -68,8 +67,11 @@ NO_MODES = (
     "torch.is_grad_enabled(), and seeds inside of a forward pass. Use x.detach() for the first and "
     "x.to(dtype) for autocast."
 )
-# Attributes of modules that a forward pass may change without setting them, buffers among them
-FILLED = (list, dict, set, OrderedDict, defaultdict)
+CHANGING = (
+    "The forward pass changes something that it depends on, such as a global variable, an "
+    "attribute of a class, or an iterator. torch.fx does not record that: the graph would do the "
+    "same each time."
+)
 # torch.fx, and we, replace functions for all threads: one forward pass at a time.
 TRACING = RLock()
 ADVICE = """\
@@ -273,42 +275,6 @@ def _has_attribute(proxy: Proxy, name: str) -> bool:
     return hasattr(_assumed_class(proxy), name)
 
 
-class _State:
-    """The attributes of a module, and what is in those that are containers, as they were."""
-
-    def __init__(self, module: Module) -> None:
-        self.own = vars(module)
-        self.attributes = dict(self.own)
-        values = self.attributes.values()
-        self.containers = [(one, copy(one), _entries(one)) for one in values if type(one) in FILLED]
-
-    def put_back(self, before: dict[str, Any]) -> list[str]:
-        """Put all back but the constants of a graph; return what has changed since ``before``."""
-        after = dict(self.own)
-        changed = [name for name in before if after.get(name, self) is not before[name]]
-        changed += [name for name in after if name not in before and not _is_constant(name)]
-        for one, contents, entries in self.containers:
-            now = _entries(one)
-            if len(now) == len(entries) and all(map(operator.is_, now, entries)):
-                continue
-            changed += [name for name, value in self.attributes.items() if value is one]
-            one.clear()
-            (one.extend if isinstance(one, list) else one.update)(contents)
-        self.own.clear()
-        self.own.update(self.attributes)
-        self.own.update({name: value for name, value in after.items() if _is_constant(name)})
-        return changed
-
-
-def _entries(container: Any) -> list[Any]:
-    return [*container, *(container.values() if isinstance(container, dict) else ())]
-
-
-def _is_constant(name: str) -> bool:
-    """Whether an attribute is a constant of a graph, which torch.fx has put there."""
-    return name.startswith("_tensor_constant")
-
-
 def _codes(kind: type[Module]) -> Iterator[CodeType]:
     """List the code of ``forward``, of functions in it, and of methods by the names it uses."""
     waiting: list[Any] = [getattr(kind.forward, "__code__", None)]
@@ -408,10 +374,13 @@ class BackpackTracer(Tracer):
         self._modes, before = _modes(), generator_states()
         refused: list[TraceError] = []
         try:
-            with self._flags(root), self._patches(refused):
-                graph = super().trace(root, concrete_args)
-            if refused:  # and caught by the program, which has gone another way
-                raise refused[0]
+            first = self._once(root, concrete_args, refused)
+            constants = take_constants(self.root)
+            set_generators(before)
+            self.branches.clear()
+            graph = self._once(root, concrete_args, refused)
+            if _steps(graph) != _steps(first) or not are_alike(constants, constants_of(self.root)):
+                raise TraceError(CHANGING)
         except Exception as error:
             raise ConversionError(self._explain(root, error)) from error
         finally:
@@ -437,6 +406,15 @@ class BackpackTracer(Tracer):
                 f"are used at: {', '.join(sorted(places)) or 'unknown'}. Use torch.randn_like(x), "
                 "torch.rand_like(x), torch.bernoulli(x) or a dropout, and not those of Python."
             )
+        return graph
+
+    def _once(
+        self, root: Any, concrete_args: dict[str, Any] | None, refused: list[TraceError]
+    ) -> Graph:
+        with self._flags(root), self._patches(refused):
+            graph = super().trace(root, concrete_args)
+        if refused:  # and caught by the program, which has gone another way
+            raise refused[0]
         return graph
 
     def call_module(
@@ -515,18 +493,19 @@ class BackpackTracer(Tracer):
                 self.branches.append(place)
 
         paths = {m: path for path, m in root.named_modules()} if isinstance(root, Module) else {}
-        states = {module: _State(module) for module in paths}
+        held, flags = Held(paths), {}
         for module, path in paths.items():
             mode = module.training
-            vars(module)["training"] = TrainingFlag(mode, path, partial(asked, path, mode))
-        flagged = {module: dict(vars(module)) for module in paths}
+            flags[module] = TrainingFlag(mode, path, partial(asked, path, mode))
+            vars(module)["training"] = flags[module]
         changed: list[str] = []
         try:
             yield
         finally:
-            for module, state in states.items():
-                names = state.put_back(flagged[module])
-                changed += [f"{name!r} of {type(module).__name__}" for name in names]
+            for module, flag in flags.items():
+                if vars(module).get("training") is flag:
+                    vars(module)["training"] = flag.mode
+            changed += held.put_back()
         if changed:
             raise TraceError(
                 f"The forward pass changes the attribute {', '.join(changed)}, which torch.fx does "
@@ -619,3 +598,7 @@ class BackpackTracer(Tracer):
 def _modes() -> tuple[bool, ...]:
     autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
     return torch.is_grad_enabled(), *autocast
+
+
+def _steps(graph: Graph) -> list[tuple[Any, ...]]:
+    return [(n.op, n.name, n.target, repr((n.args, n.kwargs))) for n in graph.nodes]
