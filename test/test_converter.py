@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import operator
 import random
 import warnings
 from collections import OrderedDict
@@ -18,7 +19,7 @@ import numpy
 import pytest
 import torch
 import torch.fx
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten
 
@@ -1646,6 +1647,50 @@ def test_what_changes_its_state_is_recorded(change: Callable[[Steps], Any]) -> N
     torch.testing.assert_close(outputs[2] - outputs[1], x)
     if is_held:
         torch.testing.assert_close(outputs[0], x)
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda x: len(range(x.shape[0])),
+        lambda x: len(x),
+        lambda x: [1, 2, 3, 4, 5][x.shape[0]],
+        lambda x: operator.index(x.shape[0]),
+    ],
+)
+def test_numbers_that_a_program_tries_to_get(count: Callable[[Tensor], int]) -> None:
+    """The error of what is not known was that of any object, and the program took the other way."""
+
+    def tried(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        try:
+            return x * count(x)
+        except Exception:
+            return x
+
+    with pytest.raises(ConversionError, match="not known while tracing"):
+        convert_module_to_backpack(Net(tried), False)
+    assert_same(extend(Net(tried), use_converter=True), Net(tried), X, Y)
+
+
+def test_tensors_of_numbers_that_are_not_known() -> None:
+    def scale(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x * torch.tensor(x.shape[0]) + torch.tensor([1.0]) * len(m.weight.shape)
+
+    converted = convert(Net(scale))
+    for size in (2, 3):
+        assert torch.equal(converted(X[:size], Y), Net(scale)(X[:size], Y))
+
+
+class Asking(nn.Module):
+    """Asks by a name that was imported."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x if is_grad_enabled() else x
+
+
+def test_questions_by_imported_names() -> None:
+    with pytest.raises(ConversionError, match=r"Asking asks is_grad_enabled\(\)"):
+        convert_module_to_backpack(Asking(), False)
 
 
 def test_sentinels_and_constants_that_are_no_numbers() -> None:

@@ -17,7 +17,7 @@ from inspect import getattr_static
 from pathlib import Path
 from threading import RLock, get_ident
 from traceback import FrameSummary
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ from backpack.custom_module.rnn_layers import RNNLayers
 CONTAINERS = (Sequential, ModuleList, ModuleDict, GraphModule, Parallel, ParameterModule, RNNLayers)
 # Functions of torch that check the types of sizes and flags before a tracer may see them.
 STRICT = (
-    *("zeros", "ones", "empty", "dropout", "alpha_dropout", "feature_dropout"),
+    *("tensor", "zeros", "ones", "empty", "dropout", "alpha_dropout", "feature_dropout"),
     *("feature_alpha_dropout", "rrelu", "batch_norm", "instance_norm"),
 )
 # Functions of torch that are recorded even if their arguments are constants.
@@ -57,6 +57,7 @@ TOLD = (
     *("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled"),
     *("is_autocast_cpu_enabled", "get_autocast_dtype", "get_autocast_gpu_dtype"),
 )
+_TOLD = [getattr(torch, name) for name in TOLD]
 REFUSED = (
     *((torch, name) for name in (*TOLD, "set_autocast_enabled")),
     *((torch._C, name) for name in ("_set_grad_enabled", "_InferenceMode")),
@@ -203,7 +204,7 @@ for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "
     setattr(_Proxy, f"__{_name}__", _recording(getattr(operator, _name)))
 for _name in ("iand", "ior", "ixor", "ilshift", "irshift"):
     setattr(_Proxy, f"__{_name}__", _recording(getattr(operator, _name)))
-for _name in ("float", "int", "complex"):
+for _name in ("float", "int", "complex", "index", "len"):
     setattr(_Proxy, f"__{_name}__", _refusing(_name))
 
 
@@ -288,8 +289,14 @@ def _codes(kind: type[Module]) -> Iterator[CodeType]:
             waiting += (getattr(getattr(kind, n, None), "__code__", None) for n in code.co_names)
 
 
-def _hidden_question(code: CodeType) -> str:
-    """Describe what a function asks in a way in which neither proxies nor flags can answer."""
+def _hidden_question(code: CodeType, module: ModuleType | None) -> str:
+    """Describe what a function asks in a way in which neither proxies nor flags can answer.
+
+    Functions that its module has imported by name are not those that stand in while tracing.
+    """
+    for name in code.co_names:
+        if any(getattr(module, name, None) is function for function in _TOLD):
+            return f"asks {name}(). {NO_MODES}"
     steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
     for first, (name, value), (last, _) in zip(steps, steps[1:], steps[2:], strict=False):
         if first == ("LOAD_ATTR", "training") and isinstance(value, bool) and last == "IS_OP":
@@ -365,7 +372,8 @@ class BackpackTracer(Tracer):
                 as_they_are += (f"{name}.",)
             if f"{name}.".startswith(as_they_are):
                 continue
-            for question in filter(None, map(_hidden_question, _codes(type(m)))):
+            ask = partial(_hidden_question, module=sys.modules.get(type(m).__module__))
+            for question in filter(None, map(ask, _codes(type(m)))):
                 raise ConversionError(f"The forward of {type(m).__name__} {question}")
         with TRACING:
             return self._trace(root, concrete_args)
