@@ -1656,6 +1656,8 @@ def test_what_changes_its_state_is_recorded(change: Callable[[Steps], Any]) -> N
         lambda x: len(x),
         lambda x: [1, 2, 3, 4, 5][x.shape[0]],
         lambda x: operator.index(x.shape[0]),
+        lambda x: round(x.shape[0] / 2),
+        lambda x: copy.deepcopy(x.detach()).numel(),
     ],
 )
 def test_numbers_that_a_program_tries_to_get(count: Callable[[Tensor], int]) -> None:
@@ -1681,16 +1683,42 @@ def test_tensors_of_numbers_that_are_not_known() -> None:
         assert torch.equal(converted(X[:size], Y), Net(scale)(X[:size], Y))
 
 
-class Asking(nn.Module):
-    """Asks by a name that was imported."""
+def by_match(x: Any) -> bool:
+    match x:
+        case Tensor():
+            return True
+    return False
 
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * x if is_grad_enabled() else x
+
+QUESTIONS: list[tuple[Callable[[Tensor], Any], str]] = [
+    (lambda x: is_grad_enabled(), r"asks is_grad_enabled\(\)"),
+    (lambda x: by_match(x), "asks what something is"),
+    (lambda x: issubclass(type(x), Tensor), "asks what something is"),
+    (lambda x: type(x) in (Tensor,), "asks what something is"),
+    (lambda x: x.dtype is torch.float32, "by identity"),
+    (lambda x: x.requires_grad is False, "by identity"),
+    (lambda x: x.grad_fn is None, "by identity"),
+]
 
 
-def test_questions_by_imported_names() -> None:
-    with pytest.raises(ConversionError, match=r"Asking asks is_grad_enabled\(\)"):
+@pytest.mark.parametrize(("question", "message"), QUESTIONS)
+def test_questions_that_nothing_can_answer(
+    question: Callable[[Tensor], Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph had the answer of what stands for a tensor, also where another function asks."""
+
+    class Asking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x if asked_for_it(x) else x
+
+    monkeypatch.setitem(globals(), "asked_for_it", question)
+    with pytest.raises(ConversionError, match=message):
         convert_module_to_backpack(Asking(), False)
+    assert torch.equal(extend(Asking(), use_converter=True)(X), 2 * X)
+
+
+def asked_for_it(x: Tensor) -> Any:
+    """Stands for the questions of a test."""
 
 
 def test_sentinels_and_constants_that_are_no_numbers() -> None:

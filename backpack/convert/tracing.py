@@ -10,14 +10,16 @@ import math
 import operator
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import getattr_static
+from itertools import starmap
 from pathlib import Path
 from threading import RLock, get_ident
 from traceback import FrameSummary
-from types import CodeType, FrameType, ModuleType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -63,6 +65,8 @@ REFUSED = (
     *((torch._C, name) for name in ("_set_grad_enabled", "_InferenceMode")),
     *((owner, f) for owner in (torch, torch.random) for f in ("manual_seed", "set_rng_state")),
 )
+# Attributes of tensors that are one object for many tensors.
+COMPARED = ("dtype", "grad_fn", "is_leaf", "requires_grad")
 NO_MODES = (
     "torch.fx does not record torch.no_grad(), torch.autocast(), questions such as "
     "torch.is_grad_enabled(), and seeds inside of a forward pass. Use x.detach() for the first and "
@@ -192,9 +196,9 @@ def _recording(function: Callable[..., Any]) -> Callable[[Proxy, Any], Proxy]:
 
 
 def _refusing(name: str) -> Callable[[Proxy], Any]:
-    """Let a function of Python that needs a number fail as all else does."""
+    """Let a function of Python that needs a value fail as all else does."""
 
-    def method(self: Proxy) -> Any:
+    def method(self: Proxy, *args: Any) -> Any:
         raise TraceError(f"{name}() of a value that is not known while tracing.")
 
     return method
@@ -204,7 +208,7 @@ for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "
     setattr(_Proxy, f"__{_name}__", _recording(getattr(operator, _name)))
 for _name in ("iand", "ior", "ixor", "ilshift", "irshift"):
     setattr(_Proxy, f"__{_name}__", _recording(getattr(operator, _name)))
-for _name in ("float", "int", "complex", "index", "len"):
+for _name in ("float", "int", "complex", "index", "len", "round", "copy", "deepcopy"):
     setattr(_Proxy, f"__{_name}__", _refusing(_name))
 
 
@@ -276,35 +280,56 @@ def _has_attribute(proxy: Proxy, name: str) -> bool:
     return hasattr(_assumed_class(proxy), name)
 
 
-def _codes(kind: type[Module]) -> Iterator[CodeType]:
-    """List the code of ``forward``, of functions in it, and of methods by the names it uses."""
-    waiting: list[Any] = [getattr(kind.forward, "__code__", None)]
+def _codes(kind: type[Module]) -> Iterator[tuple[CodeType, dict[str, Any]]]:
+    """List the code of ``forward``, and of methods and functions by the names it uses.
+
+    With what the names of each file stand for.
+    """
+    waiting: list[Any] = [kind.forward]
     seen: set[CodeType] = set()
     while waiting:
-        code = waiting.pop()
-        if isinstance(code, CodeType) and code not in seen:
-            seen.add(code)
-            yield code
-            waiting += code.co_consts
-            waiting += (getattr(getattr(kind, n, None), "__code__", None) for n in code.co_names)
+        function = waiting.pop()
+        code, names = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+        inner = [code] if isinstance(code, CodeType) and not _is_of_torch(function) else []
+        while inner:
+            code = inner.pop()
+            if code not in seen:
+                seen.add(code)
+                yield code, names
+                inner += (one for one in code.co_consts if isinstance(one, CodeType))
+                waiting += (getattr(kind, n, names.get(n)) for n in code.co_names)
 
 
-def _hidden_question(code: CodeType, module: ModuleType | None) -> str:
+def _is_of_torch(function: Any) -> bool:
+    return str(function.__module__).split(".")[0] in ("torch", "backpack")
+
+
+def _hidden_question(code: CodeType, names: dict[str, Any]) -> str:
     """Describe what a function asks in a way in which neither proxies nor flags can answer.
 
-    Functions that its module has imported by name are not those that stand in while tracing.
+    Functions that its file has imported by name are not those that stand in while tracing.
     """
     for name in code.co_names:
-        if any(getattr(module, name, None) is function for function in _TOLD):
+        if any(names.get(name) is function for function in _TOLD):
             return f"asks {name}(). {NO_MODES}"
     steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+    asked: deque[bool] = deque(maxlen=4)  # whether the last steps read what a tensor has
     for first, (name, value), (last, _) in zip(steps, steps[1:], steps[2:], strict=False):
         if first == ("LOAD_ATTR", "training") and isinstance(value, bool) and last == "IS_OP":
             return (
                 "compares its training mode by identity (self.training is True), which nothing can "
                 "follow: write if self.training."
             )
+        is_local = first[0].startswith("LOAD_FAST") and first[1] != "self"
+        asked.append(is_local and name == "LOAD_ATTR" and value in COMPARED)
+        if (last == "IS_OP" and any(asked)) or (last.endswith("NONE") and asked[-1]):
+            return (
+                f"compares what a tensor has ({', '.join(COMPARED)}) by identity (is), which "
+                "nothing can follow: write ==."
+            )
         compares = value == "Tensor" and last in ("IS_OP", "COMPARE_OP")
+        takes_class = first == ("LOAD_GLOBAL", "type") and name.startswith("LOAD_FAST")
+        compares |= takes_class and value != "self" and "Tensor" in code.co_names
         if compares or name in ("MATCH_CLASS", "MATCH_SEQUENCE", "MATCH_MAPPING"):
             return (
                 "asks what something is by match, or by type(x) is Tensor, which nothing can "
@@ -372,8 +397,7 @@ class BackpackTracer(Tracer):
                 as_they_are += (f"{name}.",)
             if f"{name}.".startswith(as_they_are):
                 continue
-            ask = partial(_hidden_question, module=sys.modules.get(type(m).__module__))
-            for question in filter(None, map(ask, _codes(type(m)))):
+            for question in filter(None, starmap(_hidden_question, _codes(type(m)))):
                 raise ConversionError(f"The forward of {type(m).__name__} {question}")
         with TRACING:
             return self._trace(root, concrete_args)
