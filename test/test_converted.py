@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -419,6 +420,44 @@ def test_mode_as_an_operand(compute: Any) -> None:
         for p in converted.parameters():
             torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
             p.grad = None
+
+
+class Scaled(nn.Module):
+    """Reads numbers and flags of its own, of its class, and of its child."""
+
+    power = 1
+
+    def __init__(self, is_outer: bool = True) -> None:
+        super().__init__()
+        self.inner = Scaled(False) if is_outer else nn.Linear(3, 3)
+        self.temperature, self.slopes, self.skip, self.unread = 2.0, [1.0, 2.0], None, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x) / self.temperature * self.slopes[1]
+        return y**self.power if self.skip is None else x
+
+
+@pytest.mark.parametrize("part", ["", "inner"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", 1.0), ("slopes", [1.0, 3.0]), ("skip", True), ("power", 2)]
+)
+def test_numbers_that_change_after_the_conversion(part: str, name: str, value: Any) -> None:
+    """The graph has those of the conversion, and went on with them without a word."""
+    x = torch.rand(4, 3)
+    for copied in (lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))):
+        model = copied(extend(Scaled(), use_converter="trace"))
+        owner, output = model.get_submodule(part), model(x)
+        owner.unread = 1
+        owner.slopes, before = list(owner.slopes), getattr(owner, name, 1)
+        assert torch.equal(model(x), output)
+        setattr(owner, name, value)
+        with pytest.raises(RuntimeError, match=rf"'{name}' of Scaled was .*does not follow"):
+            model(x)
+        setattr(owner, name, before)
+        assert torch.equal(model(x), output)
+    recorded = extend(Scaled(), use_converter="record")
+    setattr(recorded.get_submodule(part), name, value)
+    recorded(x)
 
 
 def test_mode_that_is_compared_by_identity() -> None:

@@ -219,8 +219,9 @@ class _Converter:
                 getattr(self, f"_convert_{node.op}")(node)
         self._drop_readers()
         self.graph.lint()
-        name, modes = type(self.module).__name__, (tuple(self.tracer.branches), self.tracer.modes)
-        return ConvertedModule(self.root, self.graph, name, tuple(self.conversions), *modes)
+        name, tracer = type(self.module).__name__, self.tracer
+        known = tuple(self.conversions), tuple(tracer.branches), tracer.modes, tracer.options
+        return ConvertedModule(self.root, self.graph, name, *known)
 
     def _copy_containers(self, module: Module, memo: dict[Module, Module]) -> Module:
         """Copy the containers of a tree; leaves and tensors are shared."""

@@ -37,9 +37,10 @@ from backpack.core.derivatives import derivatives_of
 from backpack.core.record.generators import generator_states, have_changed, set_generators
 from backpack.core.record.kinds import TENSOR, TENSORS, UNKNOWN, VALUE, Kind, TrainingFlag, kind
 from backpack.core.record.lookup import kind_of_call, look_up, name_of
+from backpack.core.record.module_state import PLAIN, SEQUENCES
 from backpack.core.record.tape import has_rules
 from backpack.custom_module.branching import Parallel
-from backpack.custom_module.converted_module import MODES, Branch
+from backpack.custom_module.converted_module import MODES, MODULE_STATE, Branch
 from backpack.custom_module.function_module import leaves_in
 from backpack.custom_module.parameter_module import ParameterModule
 from backpack.custom_module.reduce_tuple import ReduceTuple
@@ -349,6 +350,8 @@ class BackpackTracer(Tracer):
         branches: Where the forward pass asked whether it is in training mode.
         modes: Names of the parts whose training mode the graph depends on: the mode in which they
             took a branch; None if functions are given that of the model.
+        options: Attributes that forward passes may read, of which the graph has the values: numbers
+            and the like, by the names of their modules.
         constants: Tensors of the graph that belong to no module.
     """
 
@@ -359,6 +362,7 @@ class BackpackTracer(Tracer):
         super().__init__((math,))
         self.branches: list[Branch] = []
         self.modes: dict[str, bool | None] = {}
+        self.options: dict[str, dict[str, Any]] = {}
         self.constants: dict[str, Tensor] = {}
         self._culprit: tuple[str, Module] | None = None
         self._modes: tuple[bool, ...] = ()
@@ -397,8 +401,11 @@ class BackpackTracer(Tracer):
                 as_they_are += (f"{name}.",)
             if f"{name}.".startswith(as_they_are):
                 continue
-            for question in filter(None, starmap(_hidden_question, _codes(type(m)))):
+            codes = list(_codes(type(m)))
+            for question in filter(None, starmap(_hidden_question, codes)):
                 raise ConversionError(f"The forward of {type(m).__name__} {question}")
+            read = {n: getattr_static(m, n, m) for code, _ in codes for n in code.co_names}
+            self.options[name] = {n: x for n, x in read.items() if _is_option(n, x)}
         with TRACING:
             return self._trace(root, concrete_args)
 
@@ -630,6 +637,14 @@ class BackpackTracer(Tracer):
 def _modes() -> tuple[bool, ...]:
     autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
     return torch.is_grad_enabled(), *autocast
+
+
+def _is_option(name: str, value: Any) -> bool:
+    """Whether an attribute is a number, a flag or the like, or a sequence of them."""
+    is_plain = type(value) in PLAIN or (
+        type(value) in SEQUENCES and PLAIN.issuperset(map(type, value))
+    )
+    return is_plain and name not in MODULE_STATE and not hasattr(Module, name)
 
 
 def _steps(graph: Graph) -> list[tuple[Any, ...]]:

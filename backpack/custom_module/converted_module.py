@@ -73,6 +73,7 @@ class ConvertedModule(GraphModule):
     branches: tuple[Branch, ...]
     _parts: list[Part]
     _called: dict[str, tuple[Module | None, Module]]  # layers, and what they are children of
+    _options: list[tuple[Module | None, str, Any]]  # of parts: attributes that the graph has read
 
     def __init__(
         self,
@@ -82,6 +83,7 @@ class ConvertedModule(GraphModule):
         conversions: tuple[Conversion, ...] = (),
         branches: tuple[Branch, ...] = (),
         modes: Mapping[str, bool | None] = MappingProxyType({}),
+        options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     ):
         """Take over the state of a module with all that the graph calls."""
         super().__init__(root, graph, class_name)
@@ -98,6 +100,11 @@ class ConvertedModule(GraphModule):
         called = {str(node.target) for node in self.graph.nodes if node.op == "call_module"}
         layers = {name: (self._parent(name), self.get_submodule(name)) for name in called}
         vars(self).update(_parts=[*self._find_parts(called, modes)], _called=layers)
+        vars(self)["_options"] = [
+            (self.get_submodule(part) if part else None, name, copy.copy(value))
+            for part, values in options.items()
+            for name, value in values.items()
+        ]
 
     def _find_parts(self, called: Set[str], modes: Mapping[str, bool | None]) -> Iterator[Part]:
         """Find what the graph does not call, but whose children or parameters it uses."""
@@ -116,6 +123,14 @@ class ConvertedModule(GraphModule):
 
     def check_parts(self) -> None:
         """Refuse changes of parts that the graph does not follow; warn of new hooks and layers."""
+        for owner, name, value in self._options:
+            now = getattr(self if owner is None else owner, name, value)
+            if now is not value and (type(now) is not type(value) or now != value):
+                kind = type(self if owner is None else owner).__name__
+                raise RuntimeError(
+                    f"{name!r} of {kind} was {value!r} when the model was converted, and is "
+                    f"{now!r} now, which its graph does not follow. {ADVICE}"
+                )
         for i, part in enumerate(self._parts):
             name, module = part.name, part.module
             owner = self if part.parent is None else part.parent
