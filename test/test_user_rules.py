@@ -1442,3 +1442,25 @@ def test_rule_of_pooling_for_another_module() -> None:
     """Which of its axes are in space is not known: its samples come first."""
     register(Coarse)(type("Rule", (type(derivatives_of(nn.AvgPool2d(2))),), {}))
     check_rule(Coarse(), torch.rand(3, 2, 4, 4))
+
+
+class Powers(nn.Module):
+    """Cubes, whose rule does not say that they are curved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x**3
+
+
+class PowersDerivatives(BaseDerivatives):
+    """The least that a rule may be."""
+
+    def vjp(self, c: Context, v: Tensor) -> Tensor:
+        return v * 3 * c.x.square()
+
+
+def test_public_second_derivative_of_a_rule_that_does_not_tell() -> None:
+    register(Powers)(PowersDerivatives)
+    module, x = extend(Powers().double()), torch.rand(4, 3).double().requires_grad_()
+    y, mat = module(x), torch.rand(2, 4, 3).double()
+    found = derivatives_of(module).residual_mat_prod(module, None, (torch.ones_like(y),), mat)
+    torch.testing.assert_close(found, 6 * x * mat)

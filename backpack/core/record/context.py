@@ -280,6 +280,7 @@ def at_hand(module: Module, grads: Sequence[Tensor | None] | None, rows: Rows) -
                 "what was recorded, unless it retains the graph."
             )
         visit = Visit(calls[-1])
+        visit.g_out[: len(grads or ())] = grads or ()  # curvature is looked for where there is one
         visit.saved = visit.kept  # what is memoised is there for whoever asks next
         found = context_of(visit, rows)
     if grads is not None:
