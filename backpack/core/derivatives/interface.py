@@ -16,14 +16,14 @@ from torch import Size, Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.forms import INHERITED, Form, translations
-from backpack.core.derivatives.loss_hessian import at_rows, chosen_rows
+from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.derivatives.vectors import listed
 from backpack.core.record.context import Context, at_hand
 from backpack.core.record.module_state import describe
 from backpack.core.rows import Rows
 from backpack.core.types import Grads, Mats
 
-_OURS_OF_PARAMETER = re.compile("(.+)_(vjp|vjp_sum|jvp)")
+OF_PARAMETER = re.compile("(.+)_(vjp|vjp_sum|jvp)")
 
 
 def own_classes(cls: type) -> list[type]:
@@ -82,7 +82,7 @@ class Interface:
         own = self._next(method, names)
         if own is not None:
             return own
-        of_parameter = _OURS_OF_PARAMETER.fullmatch(method)
+        of_parameter = OF_PARAMETER.fullmatch(method)
         if of_parameter is None:
             raise NotImplementedError(f"{type(self).__name__} has no {method}.")
         name, kind = of_parameter.groups()
@@ -151,11 +151,8 @@ class Interface:
     ) -> Tensor:
         """Apply the transposed Jacobian with respect to a parameter, ``J_pᵀ mat``.
 
-        Returns:
-            ``[V, *out] -> [V, *p]`` if summed over the samples, else ``[V, N, *p]``.
-
-        Raises:
-            ValueError: If a shape does not match, or there is no such parameter.
+        ``[V, *out] -> [V, *p]`` if summed over the samples, else ``[V, N, *p]``. A parameter that
+        is not there is a ``ValueError``.
         """
         self._check_name(module, param_str)
         c = at_hand(module, g_out, subsampling)
@@ -206,9 +203,8 @@ class Interface:
     ) -> dict[str, Tensor]:
         """Reduce ``J_pᵀ mat`` of each sample in several ways at once.
 
-        Returns:
-            What is wanted, by the names of :mod:`backpack.core.derivatives.reductions`; squares
-            are multiplied with weights ``[V, N]``.
+        By the names of :mod:`backpack.core.derivatives.reductions`; squares have weights
+        ``[V, N]``.
         """
         self._check_name(module, param_str)
         c = at_hand(module, g_out, subsampling)
@@ -221,10 +217,7 @@ class Interface:
     ) -> Tensor:
         """Diagonal of the second derivative ``sum_k g_out_k ∇²_x y_k``: ``[*in]``.
 
-        Only for modules whose second derivative is diagonal.
-
-        Raises:
-            ValueError: If ``g_out`` is missing.
+        Only for modules whose second derivative is diagonal. To lack ``g_out`` is a ``ValueError``.
         """
         self._need_g_out(module, g_out)
         c = at_hand(module, g_out, subsampling)
@@ -235,8 +228,7 @@ class Interface:
     ) -> Any:
         """Apply the second derivative, ``(sum_k g_out_k ∇²_x y_k) mat``: ``[V, *in] -> [V, *in]``.
 
-        Raises:
-            ValueError: If a shape does not match, or ``g_out`` is missing.
+        To lack ``g_out`` is a ``ValueError``.
         """
         self._need_g_out(module, g_out)
         c = at_hand(module, g_out, subsampling)
@@ -306,19 +298,11 @@ class LossInterface(Interface):
     def sqrt_hessian(
         self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Rows = None
     ) -> Any:
-        """Exact factor of the loss Hessian, ``[V, N, *d]``.
+        """Exact factor of the (reduced) loss's Hessian, ``[V, N, *d]``.
 
-        It carries the square root of the reduction's factor.
-
-        Raises:
-            ValueError: If the loss is not reduced to a scalar, or not convex in the prediction.
+        A loss that is no scalar, or not convex in the prediction, is a ``ValueError``.
         """
-
-        def factor(c: Context) -> Any:
-            self._ours("need_convex")(c)
-            return self._ours("hessian_root", "sqrt_hessian")(c)
-
-        return at_rows(self, self._at_loss(module, subsampling), factor)
+        return _LossAtHand(self, module, subsampling, "sqrt_hessian").root()
 
     def sqrt_hessian_sampled(
         self,
@@ -340,61 +324,55 @@ class LossInterface(Interface):
             ValueError: If the loss is not reduced to a scalar, or has negative weights.
             NotImplementedError: If the loss is no negative log likelihood.
         """
-        c = self._at_loss(module, subsampling)
-        drawn = self._ours("drawn_hessian_root", "sqrt_hessian_sampled")
-        return at_rows(self, c, lambda c: drawn(c, mc_samples))
+        at_hand = _LossAtHand(self, module, subsampling, "sqrt_hessian_sampled")
+        return at_hand.drawn_root(mc_samples)
 
     def make_hessian_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads
     ) -> Callable[..., Any]:
         """Return the map ``[V, N, *d] -> [V, N, *d]`` that applies the loss Hessian.
 
-        Its second argument, ``subsampling``, says which rows of the batch it is given.
+        Its second argument is a ``subsampling``: which rows of the batch it is given.
         """
-        return partial(self._product, module, "hessian_product")
+        return partial(self._product, module, False)
 
     def make_ggn_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads) -> Callable[..., Any]:
-        """Return the map ``[V, N, *d] -> [V, N, *d]`` that applies ``S Sᵀ`` of ``sqrt_hessian``.
+        """Return the map that applies ``S Sᵀ`` of ``sqrt_hessian``, as that of the Hessian."""
+        return partial(self._product, module, True)
 
-        Its second argument, ``subsampling``, says which rows of the batch it is given.
-        """
-        return partial(self._product, module, "ggn_product")
-
-    def _product(self, module: Module, method: str, mat: Mats, subsampling: Rows = None) -> Any:
-        c, product = self._at_loss(module, subsampling), getattr(self, method)
-        is_of_one = self.predictions(c) == (0,)
+    def _product(self, module: Module, of_ggn: bool, mat: Mats, subsampling: Rows = None) -> Any:
+        hessian = _LossAtHand(self, module, subsampling)
+        if not hessian.is_of_one_prediction:
+            return hessian.product(listed(mat), of_ggn)
         one: Any = mat if isinstance(mat, Tensor) else mat[0]
-        chosen = chosen_rows(self, c) if is_of_one else None
-        if chosen is not None and not chosen.own:  # none of the samples has a row
-            return one.new_zeros(one.shape)
-        c = c.counting(chosen.own) if chosen else c
-        if method == "ggn_product":
-            self._ours("need_convex")(c)
-        if not is_of_one:
-            return product(c, list(mat))
-        if chosen is not None:
-            return chosen.spread(product(c, chosen.taken(one)))
-        shape = self.shape_of_rows(c.input.shape, 0, subsampling)
-        one, had_v = _with_v(module, one, shape)
-        result = product(c, one)
+        shape = self.shape_of_rows(hessian.c.input.shape, 0, subsampling)
+        one, had_v = _with_v(module, one, one.shape[1:] if hessian.chosen else shape)
+        result = hessian.product(one, of_ggn)
         return result if had_v else result.squeeze(0)
 
     def sum_hessian(
         self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Rows = None
     ) -> Tensor:
         """Hessian with respect to a sample's prediction, summed over samples: ``[D, D]``."""
-        c = at_hand(module, None, subsampling)
-        chosen = chosen_rows(self, c)
-        c = c.counting(chosen.own) if chosen else c
-        return self._ours("hessian_sum", "sum_hessian")(c)
+        return _LossAtHand(self, module, subsampling, "sum_hessian").sum()
 
-    def _at_loss(self, module: Module, subsampling: Rows) -> Context:
-        c = at_hand(module, None, subsampling)
-        self.check_call(c)
-        return c
 
-    check_call: Callable[[Context], None]
-    predictions: Callable[[Context], tuple[int, ...]]
+class _Ours:
+    """A rule whose methods pass over translations of some of a user's: see `Interface._ours`."""
+
+    def __init__(self, rule: Interface, names: Sequence[str]):
+        self._rule = rule
+        self._names = names
+
+    def __getattr__(self, method: str) -> Any:
+        return self._rule._ours(method, *self._names)
+
+
+class _LossAtHand(LossHessian):
+    """The Hessian of a loss at hand."""
+
+    def __init__(self, rule: Any, module: Module, rows: Rows, *names: str):
+        self._set(_Ours(rule, names), at_hand(module, None, rows))
 
 
 # What rules of users find in their base classes.
