@@ -24,10 +24,9 @@ from backpack.hessianfree.graph import nodes_above
 
 
 class AutomaticDerivatives(BaseDerivatives):
-    """Any function of any number of tensors, and of parameters of any name and shape.
+    """Any function of tensors and parameters that always returns the same, for each sample alone.
 
-    The module must treat the samples of the batch independently and always return the same for the
-    same arguments; both is checked.
+    Both is checked.
     """
 
     includes_children = True
@@ -87,53 +86,37 @@ class AutomaticDerivatives(BaseDerivatives):
             raise NotImplementedError(reason)
         return self._evaluation(c)
 
-    def _evaluation(self, c: Context) -> Evaluation:
-        return super().evaluation(c)
+    _evaluation = BaseDerivatives.evaluation
 
     def vjp(self, c: Context, v: Any) -> Any:
         """Apply the transposed Jacobian by autograd."""
         evaluation = self.evaluation(c)
         vs = [v] if isinstance(v, Tensor) else list(v)
         needed = c.saved["needed"]
-        apart = []  # what has no samples, though the outputs have
-        if self._has_samples(evaluation):
-            apart = [i for i in needed if evaluation.axis(i) is None]
+        # what has no samples, though the outputs have
+        apart = [i for i in needed if evaluation.has_samples and evaluation.axis(i) is None]
         others = [i for i in needed if i not in apart]
         found: dict[Any, Tensor | None] = {}
         if others:
             found |= by_autograd.transposed_products(evaluation, vs, others, c.rows)
         if apart:
-            found |= self._cotangents_of_samples(evaluation, vs, apart)
+            found |= by_autograd.per_sample_products(evaluation, vs, apart)
         if len(evaluation.inputs) == 1:
             return found[0]
         return tuple(found.get(i) for i in range(len(evaluation.inputs)))
-
-    def _cotangents_of_samples(
-        self, evaluation: Evaluation, vs: Sequence[Tensor | None], keys: Sequence[int]
-    ) -> dict[Any, Tensor | None]:
-        """Apply the transposed Jacobian of inputs without samples, for each sample: by number."""
-        return by_autograd.per_sample_products(evaluation, vs, keys)
-
-    @staticmethod
-    def _has_samples(evaluation: Evaluation) -> bool:
-        return any(axis is not None for axis in evaluation.axes_out)
 
     def jvp(self, c: Context, t: Any) -> Any:
         """Apply the Jacobian by autograd."""
         evaluation = self.evaluation(c)
         tangents = dict(enumerate(listed(t)))
-        if self._has_samples(evaluation):
-            for i, one in tangents.items():
-                if one is not None and evaluation.axis(i) is None:
-                    tangents[i] = one[:, 0]  # the same for all samples
+        for i, one in tangents.items():
+            if one is not None and evaluation.has_samples and evaluation.axis(i) is None:
+                tangents[i] = one[:, 0]  # the same for all samples
         results = by_autograd.products(evaluation, tangents, c.rows)
         return results[0] if len(results) == 1 else tuple(results)
 
     def param_vjp(self, c: Context, name: str, v: Any) -> Tensor:
-        """Apply the transposed Jacobian of a parameter for each sample by autograd.
-
-        Those of all parameters of a call are computed at once, where they are few.
-        """
+        """Apply the transposed Jacobian of a parameter for each sample; at once of all, if few."""
         known = {} if c.memo is None else c.memo.get("products", {})
         if name in known:
             return known.pop(name)
@@ -178,10 +161,8 @@ def with_gradients(inputs: Sequence[Any], needed: Sequence[int]) -> list[Any]:
 def evaluated_again(evaluation: Evaluation) -> tuple[list[Parameter], bool]:
     """Evaluate a call again, apart from the program.
 
-    Returns:
-        The parameters that outputs depend on other than as arguments or own parameters: they are
-        upstream while the known are detached. And whether the call gives the same, and draws
-        nothing: a draw may come out as before by chance, but the derivatives would draw once more.
+    Returns parameters that outputs depend on other than as arguments or own ones, and whether the
+    call gives the same and draws nothing: by chance, a draw may come out as before.
     """
     c = evaluation.c
     with c.call.as_it_was():  # it may have tied some since

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence, Set
 from functools import partial, reduce
 from itertools import chain, combinations, count, islice
 from math import comb, prod
-from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +14,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Module
 
 from backpack.core.derivatives.automatic import evaluated_again, with_gradients
-from backpack.core.derivatives.by_autograd import second_of_samples
-from backpack.core.derivatives.conditions import Known, once
+from backpack.core.derivatives.by_autograd import transposed_products
+from backpack.core.derivatives.conditions import once
 from backpack.core.derivatives.evaluation import (
     Evaluation,
     alone,
@@ -27,7 +26,7 @@ from backpack.core.derivatives.evaluation import (
 from backpack.core.derivatives.facts import constant, never
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, not_convex
 from backpack.core.derivatives.sample_axes import BatchAxis
-from backpack.core.derivatives.vectors import first_of
+from backpack.core.derivatives.vectors import first_of, listed
 from backpack.core.record.alive import all_live_calls
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
@@ -57,7 +56,6 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
     _may_change_attributes = True
     batch_axis = BatchAxis.LEADING
     trailing_axes = constant(0)
-    _mixing: ClassVar[Known] = WeakKeyDictionary()
 
     hessian_is_psd = never  # nothing is known
     sees_chosen_rows = never  # the loss is evaluated as it was called, columns are moved there
@@ -127,8 +125,8 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
     def couples_samples_unseen(self, call: Visit) -> bool | None:
         """Return whether it mixes samples; found out once for each state of a loss and shape."""
         options = tuple(x for x in call.inputs if isinstance(x, (int, float, str)))
-        key = (call.shape_in, call.training, options)
-        return once(self._mixing, call, key, partial(self._meet, call, at_predictions=True))
+        key = ("mixes", call.shape_in, call.training, options)
+        return once(call, key, partial(self._meet, call, at_predictions=True))
 
     def divides_by_targets(self, call: Visit) -> bool | None:
         """Return whether a sample's gradient depends on the targets of others, in this call."""
@@ -137,8 +135,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
     def _meet(self, call: Visit, at_predictions: bool) -> bool | None:
         """Return whether a sample's gradient depends on other samples; None if it is not known.
 
-        On their predictions (then theirs on those of the sample as well), or on all other tensors
-        that have a row for each sample. It is evaluated for other ones, see :func:`_selections`.
+        On their predictions, or on all other tensors that have a row for each sample.
         """
         try:
             with alone():
@@ -203,7 +200,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
             for m, (i, p) in zip(mats, places.items(), strict=True)
         }
         evaluation, weights = self.evaluation(c), self._weights(c)
-        found, _ = evaluated_apart(lambda: second_of_samples(evaluation, weights, tangents, None))
+        found, _ = evaluated_apart(lambda: transposed_products(evaluation, weights, tangents, None))
         return [
             found[i] if place is None else place.to_canonical(found[i], skip=1)
             for i, place in places.items()
@@ -247,7 +244,6 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
                 torch.arange(count.bit_length())[:, None]
             )
             given = (bits % 2).bool().unsqueeze(2).to(dense.device)
-            # the random numbers are not those of the user
             generator = torch.Generator().manual_seed(0)
             vector = torch.rand(dense.shape[:2], generator=generator, device=generator.device)
             found = self._apply(c, given * (vector.to(dense) + 0.5)).masked_fill(given, 0)
@@ -299,12 +295,12 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
     def hessian_root(self, c: Context) -> Any:
         """Return the symmetric square root of ``H_n``."""
         roots: Tensor = _SquareRoot.apply(self._separate(c))
-        return self._at_inputs(c, roots.movedim(-1, 0))
+        return self._at_inputs(c, self._split(c, roots.movedim(-1, 0)))
 
     def signed_hessian_root(self, c: Context) -> tuple[Any, Tensor | None]:
-        """Return columns and signs, without eigenvectors."""
-        # H = 1/4 sum_k (a e_k + h_k/a)(…)ᵀ - (a e_k - h_k/a)(…)ᵀ for the columns h_k of H: no
-        # eigenvectors, whose derivatives are singular. Rounding is smallest for |a e_k| = |h_k/a|.
+        """Return columns and signs, without eigenvectors, whose derivatives are singular."""
+        # H = 1/4 sum_k (a e_k + h_k/a)(…)ᵀ - (a e_k - h_k/a)(…)ᵀ for the columns h_k of H.
+        # Rounding is smallest for |a e_k| = |h_k/a|.
         blocks = self._separate(c)
         norms = blocks.detach().norm(dim=1)
         size = norms.maximum(_rounding(norms) * norms.amax(1, keepdim=True)).sqrt()  # a: [N, D]
@@ -312,40 +308,35 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
         columns = torch.cat([units + others, units - others], -1) / 2  # [N, D, V]
         weights = blocks.new_ones(columns.shape[-1], len(blocks))
         weights[blocks.shape[-1] :] = -1
-        return self._at_inputs(c, columns.movedim(-1, 0)), weights
+        return self._at_inputs(c, self._split(c, columns.movedim(-1, 0))), weights
 
     def hessian_product(self, c: Context, t: Any) -> Any:
         """Apply the Hessian, with its terms between samples if all rows are there."""
         if c.rows is not None:
             return self.ggn_product(c, t)
-        numbers = self.predictions(c)
-        if numbers == (0,):
-            return self._products(c, [t])[0]
-        return self._with_none(c, self._products(c, self._at_predictions(c, t)))
+        return self._at_inputs(c, self._products(c, self._at_predictions(c, t)))
 
     def ggn_product(self, c: Context, t: Any) -> Any:
         """Apply ``H_n`` of each sample."""
         blocks = self._separate(c)
-        given = [t] if self.predictions(c) == (0,) else self._at_predictions(c, t)
+        given = self._at_predictions(c, t)
         columns = torch.cat([m.reshape(*m.shape[:2], -1) for m in given], -1)
-        return self._at_inputs(c, torch.einsum("nab,vnb->vna", blocks, columns))
+        return self._at_inputs(c, self._split(c, torch.einsum("nab,vnb->vna", blocks, columns)))
 
-    def _at_predictions(self, c: Context, mats: Sequence[Tensor | None]) -> list[Tensor]:
+    def _at_predictions(self, c: Context, t: Any) -> list[Tensor]:
         """Return the columns at each prediction, zeros for None."""
-        like = first_of(mats)
+        like, mats = first_of(t), listed(t)
         known = [mats[i] for i in self.predictions(c)]
         return [
             like.new_zeros(*like.shape[:2], *shape[1:]) if mat is None else mat
             for mat, shape in zip(known, self._shapes(c), strict=True)
         ]
 
-    def _at_inputs(self, c: Context, columns: Tensor) -> Any:
-        """Bring ``[V, N, D]`` to the predictions: one tensor, or one for each input."""
-        parts = self._split(c, columns)
-        return parts[0] if self.predictions(c) == (0,) else self._with_none(c, parts)
-
-    def _with_none(self, c: Context, parts: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    def _at_inputs(self, c: Context, parts: Sequence[Tensor]) -> Any:
+        """Return what belongs to the predictions: one tensor, or an entry for each input."""
         by_input = dict(zip(self.predictions(c), parts, strict=True))
+        if [*by_input] == [0]:
+            return parts[0]
         return tuple(by_input.get(i) for i in range(len(c.call.inputs)))
 
 
@@ -380,9 +371,8 @@ class CTCLossDerivatives(AutomaticLossDerivatives):
 class _SquareRoot(torch.autograd.Function):
     """The symmetric square root of positive semidefinite matrices, ``H = S S``: ``[N, D, D]``.
 
-    Its derivative solves ``dS S + S dS = dH`` (Higham 2008, Functions of Matrices, section 6.1).
-    Unlike that of eigenvectors, it exists where eigenvalues are equal. Between eigenvectors of
-    eigenvalue zero, dH is zero as long as H stays positive semidefinite, and so is dS.
+    Its derivative solves ``dS S + S dS = dH`` (Higham 2008, Functions of Matrices, section 6.1),
+    also where eigenvalues are equal. Between eigenvectors of eigenvalue zero, dH and dS are zero.
     """
 
     @staticmethod
@@ -410,10 +400,9 @@ def _has_rows(x: Any, rows: int) -> bool:
 
 
 def _selections(samples: int) -> list[Set[int]]:
-    """Choose samples to keep: of any two, each is kept once where the other one is not.
+    """Choose samples to keep: of any two, each is once without the other; the first once alone.
 
-    They have codes of equally many ones. What depends on one of them need not do so on the other,
-    where values are detached. In the end, the first one is kept alone.
+    Their codes have equally many ones. Where values are detached, only one depends on the other.
     """
     length = next(k for k in count() if comb(k, k // 2) >= samples)
     codes = [*islice(combinations(range(length), length // 2), samples)]

@@ -19,7 +19,11 @@ import torch
 from torch import Tensor
 
 from backpack.core import fast
-from backpack.core.derivatives.by_autograd import has_second_derivative, second_products
+from backpack.core.derivatives.by_autograd import (
+    has_second_derivative,
+    per_sample_products,
+    summed_products,
+)
 from backpack.core.derivatives.evaluation import Evaluation
 from backpack.core.derivatives.interface import own_attributes
 from backpack.core.derivatives.parameters import ParameterProducts
@@ -189,10 +193,7 @@ class BaseDerivatives(ParameterProducts):
         return results[0] if isinstance(t, Tensor) else results
 
     def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
-        """Return the output for other inputs and parameters, differentiably; buffers stay the same.
-
-        Inputs are all arguments of the call, flattened; ``params`` replace some.
-        """
+        """Return the output for other flattened inputs and some parameters; buffers stay."""
         args, keywords = c.call.arguments(inputs)
         module = c.evaluated
         keeps = attributes_kept(module, c.saved) if self._may_change_attributes else nullcontext()
@@ -227,15 +228,9 @@ class BaseDerivatives(ParameterProducts):
         Needed in full where a parameter also influences the module's input (reused and tied
         parameters) or the output is no affine function of it. Generic, by differentiating twice.
 
-        Args:
-            c: The call at hand.
-            inputs: ``[V, *in]`` (or None, for zero) for each input.
-            params: ``[V, *p]`` for each parameter that varies.
-            sum_batch: Whether to sum what is at the parameters over the samples.
-
-        Returns:
-            ``[V, *in]`` for each input (None for those that do not vary), ``[V, N, *p]`` for each
-            varied parameter, or ``[V, *p]`` if summed.
+        Of ``[V, *in]`` (or None, for zero) for each input and ``[V, *p]`` for each parameter that
+        varies, it makes ``[V, *in]`` (None for inputs that do not vary) and ``[V, N, *p]``, or
+        ``[V, *p]`` if that is summed over the samples.
         """
         evaluation = self.evaluation(c)
         grads = evaluation.at_outputs(c.grad_out, c.select)
@@ -254,18 +249,14 @@ class BaseDerivatives(ParameterProducts):
         # what arrives at an input without samples is kept for each sample apart, too
         apart = [key for key in tangents if evaluation.axis(key) is None]
         at_once = not apart or (sum_batch and params.keys() >= set(apart))
-        found = second_products(evaluation, grads, tangents, at_once)
+        found = (summed_products if at_once else per_sample_products)(evaluation, grads, tangents)
         d_params = {name: found[name] for name in params}
         if sum_batch and not at_once:
             d_params = {name: product.sum(1) for name, product in d_params.items()}
         return [found.get(i) for i in range(len(inputs))], d_params
 
     def hvp_unbatched(self, c: Context, inputs: OfInputs, params: OfParams) -> Changes:
-        """Apply the second derivative of a call without samples, for the gradient of one sample.
-
-        Returns:
-            ``[V, *in]`` for each input, ``[V, *p]`` for each parameter that varies.
-        """
+        """Apply the second derivative of a call without samples, for the gradient of one sample."""
         if params:
             return self.mixed_hvp(c, inputs, params, sum_batch=True)
         back = self.hvp(c, list(inputs) if len(inputs) > 1 else inputs[0])
@@ -273,10 +264,7 @@ class BaseDerivatives(ParameterProducts):
 
 
 def _overridden(own: Mapping[str, Any]) -> set[str]:
-    """Return the names of the methods among what a rule class has itself, but for fast bodies.
-
-    ``weight_vjp`` of a parameter is part of ``param_vjp``.
-    """
+    """Return the names of methods that a rule class has itself, but for fast bodies."""
     names = {
         name
         for name, value in own.items()

@@ -9,7 +9,7 @@ samples (a parameter) is needed for each sample apart, and is computed sample by
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,21 @@ from torch.nn import Module
 from backpack.context import disable
 from backpack.core.derivatives import vmapped
 from backpack.core.derivatives.evaluation import Evaluation, Values, drawn, generator_at, is_real
-from backpack.core.derivatives.vmapped import Several, chunk, gradients, pull_back, summed, weighted
+from backpack.core.derivatives.following import treatment_by
+from backpack.core.derivatives.vmapped import (
+    Keys,
+    Several,
+    chunk,
+    gradients,
+    pull_back,
+    summed,
+    weighted,
+)
+from backpack.core.record.kinds import MOVES, RESHAPES
 from backpack.core.record.module_state import describe
 from backpack.core.rows import Rows
 from backpack.core.values import has_values
+from backpack.custom_module.function_module import FunctionModule
 from backpack.hessianfree.graph import nodes_above
 from backpack.utils.subsampling import subsample
 
@@ -46,10 +57,7 @@ def differentiated_twice(module: Module) -> Iterator[None]:
 def transposed(
     linear: Callable[[Any], Several], vs: Sequence[Tensor], ts: Sequence[Any]
 ) -> list[Tensor]:
-    """Apply the transpose of a linear map to ``ts`` by autograd; None stands for zero.
-
-    The tensors ``vs`` have the shapes and the precision that the map takes.
-    """
+    """Apply the transpose of a linear map of ``vs`` to ``ts`` by autograd; None stands for zero."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad(), disable():
         vs = [v.requires_grad_() for v in vs]
@@ -79,105 +87,182 @@ def _variables(evaluation: Evaluation, keys: Sequence[Any], inputs: Sequence[Any
 
 
 def transposed_products(
-    evaluation: Evaluation, mats: Several, keys: Sequence[Any], rows: Rows
-) -> dict[Any, Tensor | None]:
+    evaluation: Evaluation, mats: Several, keys: Keys, rows: Rows
+) -> dict[Any, Any]:
     """Apply the transposed Jacobian with respect to inputs (by number) and parameters (by name).
+
+    With tangents, the second derivative of ``⟨g, y⟩``: the transposed Jacobian of its slopes.
 
     Args:
         evaluation: The call.
-        mats: ``[V, *out]`` for each output, or None.
-        keys: Inputs and parameters. Those without samples are summed over them.
-        rows: Samples that ``mats`` hold.
+        mats: ``[V, *out]`` for each output, or None; with tangents g, ``[*out]``.
+        keys: Inputs and parameters, or tangents ``[V, *in]`` and ``[V, *p]`` by these. Products
+            with those that have no samples are summed over the samples.
+        rows: Samples that ``mats`` and tangents hold.
 
     Returns:
-        ``[V, *in]`` or ``[V, *p]`` for each key, None where nothing depends on it.
+        ``[V, *in]`` or ``[V, *p]`` for each key; None (zero with tangents) where no output depends
+        on it.
     """
+    if isinstance(rows, Sequence) and evaluation.is_whole(rows):
+        rows = None
     inputs, separable = evaluation.rows(rows)
-    whole = mats if separable else evaluation.whole(mats, rows, 1)
-    create_graph = torch.is_grad_enabled()
-    values = _variables(evaluation, keys, inputs)
+    tangents = keys if isinstance(keys, Mapping) else {}
+    whole = mats
+    if not separable:
+        whole = evaluation.whole(mats, rows, 0 if tangents else 1)
+        tangents = evaluation.whole_tangents(tangents, rows)
+    create_graph, module = torch.is_grad_enabled(), evaluation.c.module
+    named = differentiated_twice(module) if tangents else nullcontext()
+    values = _variables(evaluation, [*keys], inputs)
+    xs = [*values.values()]
     try:
-        with torch.enable_grad():
-            ys = evaluation.outputs(values, inputs)
+        with torch.enable_grad(), named:
+            ys: Any = evaluation.outputs(values, inputs)
             if separable and not evaluation.are_rows(ys, rows):
                 return transposed_products(evaluation, mats, keys, rows)
-            found = pull_back(ys, list(values.values()), whole, create_graph)
+            if tangents:
+                ys, whole = _slopes(module, ys, xs, whole, create_graph), [*tangents.values()]
+            found = pull_back(ys, xs, whole, create_graph)
     except RuntimeError as error:
         # a kernel of layer_norm has no gradient of the bias where that of the weight is not asked
         # for: many rows on a GPU (torch 2.11)
         others = [n for n, p in evaluation.c.call.read[0].items() if p is not None]
-        if "invalid gradient" not in str(error) or {*others} <= {*keys}:
+        if tangents or "invalid gradient" not in str(error) or {*others} <= {*keys}:
             raise
         more = transposed_products(evaluation, mats, [*dict.fromkeys([*keys, *others])], rows)
         return {key: more[key] for key in keys}
-    products = dict(zip(values, found, strict=True))
-    if not separable:
-        for key, product in products.items():
-            axis = evaluation.axis(key)
-            if axis is not None and product is not None:
-                products[key] = subsample(product, axis + 1, rows)
-    return products
-
-
-def per_sample_products(
-    evaluation: Evaluation, mats: Several, keys: Sequence[Any]
-) -> dict[Any, Tensor | None]:
-    """Apply the transposed Jacobian for each sample at hand apart: ``[V, N, *p]`` for each key.
-
-    As :func:`transposed_products`, for inputs without samples, and parameters.
-    """
-    rows, numbers = evaluation.c.rows, evaluation.numbers
-    if evaluation.rows_differ(mats):
-        total: dict[Any, Tensor | None] = dict.fromkeys(keys)
-        for row, own in evaluation.each_sample(mats, 1):
-            for key, product in transposed_products(evaluation, own, keys, None).items():
-                if product is not None:
-                    whole = total[key]
-                    if whole is None:
-                        shape = len(product), evaluation.num_samples, *product.shape[1:]
-                        whole = total[key] = product.new_zeros(shape)
-                    whole[:, row] = product
-        return total
-    if not numbers:  # rows that no sample has chosen
-        of_all = transposed_products(evaluation, mats, keys, None)
-        return {key: x if x is None else x.unsqueeze(1)[:, :0] for key, x in of_all.items()}
-    inputs, separable = evaluation.rows(rows if rows is not None else slice(None))
-
-    def of_sample(i: int) -> dict[Any, Tensor | None]:
-        own = evaluation.at_outputs(mats, lambda m, axis: m.narrow(axis + 1, i, 1))
-        return transposed_products(evaluation, own, keys, [numbers[i]])
-
-    def combined(vectors: Tensor, samples: Tensor) -> dict[Any, Tensor | None]:
-        own = evaluation.at_outputs(
-            mats, lambda m, axis: weighted(summed(m, vectors), samples, axis)[None]
-        )
-        return transposed_products(evaluation, own, keys, rows)
-
-    shape = max(len(m) for m in mats if m is not None), len(numbers)
-    if separable:
-        at_once = partial(vmapped.products, evaluation, mats, keys, inputs)
-        found = vmapped.if_right(evaluation, shape, at_once, combined)
-        if found is not None:
-            return found
-    each = [of_sample(i) for i in range(len(numbers))]
-    results: dict[Any, Tensor | None] = {}
-    for key in keys:
-        parts = [one[key] for one in each]
-        known = [part for part in parts if part is not None]
-        results[key] = torch.stack(known, 1) if len(known) == len(parts) else None
-    if separable and not vmapped.are_right(evaluation, shape, results, combined):
-        evaluation.c.saved["separable"] = False  # some samples alone are what others are not
-        return per_sample_products(evaluation, mats, keys)
+    results: dict[Any, Any] = {}
+    for key, product in zip(keys, found, strict=True):
+        axis = None if separable else evaluation.axis(key)
+        results[key] = torch.zeros_like(tangents[key]) if product is None and tangents else product
+        if axis is not None and results[key] is not None:
+            results[key] = subsample(results[key], axis + 1, rows)
     return results
 
 
-def moved_products(
+def _slopes(
+    module: Module, ys: Sequence[Tensor], xs: Sequence[Tensor], g_out: Several, create_graph: bool
+) -> Several:
+    """Differentiate ``⟨g, y⟩``, None for zero."""
+    # what is once differentiable (a function in Python) says so if the gradient has a graph
+    pairs = [
+        (y, g if g.requires_grad else g.detach().requires_grad_())
+        for y, g in zip(ys, g_out, strict=True)
+        if g is not None and y.requires_grad
+    ]
+    outs, grads = [y for y, _ in pairs], [g for _, g in pairs]
+    slopes: Several = gradients(outs, xs, grads, create_graph=True, allow_unused=True)
+    # else autograd would take the second derivative for zero
+    above = [] if create_graph else nodes_above(s.grad_fn for s in slopes if s is not None)
+    if any(type(node).__name__ == "Error" for node in above):
+        raise RuntimeError(
+            f"A function of {describe(module)} is marked as once_differentiable, so its second "
+            "derivative is not known. Write its backward with functions of torch, and without that "
+            "mark."
+        )
+    return slopes
+
+
+def per_sample_products(evaluation: Evaluation, mats: Several, keys: Keys) -> dict[Any, Any]:
+    """Apply the transposed Jacobian, or the second derivative, for each sample at hand apart.
+
+    As :func:`transposed_products`, but ``[V, N, *]`` for inputs without samples, and parameters.
+    """
+    numbers, tangents = evaluation.numbers, keys if isinstance(keys, Mapping) else {}
+    if not tangents and moves_entries(evaluation.c.module) and not torch.is_grad_enabled():
+        moved = _moved_products(evaluation, mats, [*keys])
+        if moved is not None:
+            return moved
+    count, batched = len(numbers), {k: a for k in keys if (a := evaluation.axis(k)) is not None}
+    others = any(tangents[k].shape[a + 1] != count for k, a in batched.items() if tangents)
+    if evaluation.rows_differ(mats) or others:
+        return _products_of_rows(evaluation, mats, keys)
+    if not numbers:  # rows that no sample has chosen
+        of_all = transposed_products(evaluation, mats, keys, None)
+        return {
+            key: x if x is None or key in batched else x.unsqueeze(1)[:, :0]
+            for key, x in of_all.items()
+        }
+    inputs, separable = evaluation.rows(slice(None) if evaluation.is_whole(numbers) else numbers)
+
+    def combined(vectors: Tensor, samples: Tensor) -> dict[Any, Any]:
+        own = mats if tangents else [m if m is None else summed(m, vectors)[None] for m in mats]
+        skip = 0 if tangents else 1
+        own = evaluation.at_outputs(own, lambda m, axis: weighted(m, samples, axis + skip))
+        along = {key: summed(t, vectors)[None] for key, t in tangents.items()}
+        return transposed_products(evaluation, own, along or keys, numbers)
+
+    shape = max(len(m) for m in (tangents.values() or mats) if m is not None), count
+    at_once = partial(vmapped.products, evaluation, mats, keys, inputs)
+    found = vmapped.if_right(evaluation, shape, at_once, combined) if separable else None
+    if found is None:
+        each = [
+            transposed_products(evaluation, *narrowed(evaluation, mats, keys, i, 1), [number])
+            for i, number in enumerate(numbers)
+        ]
+        found = {}
+        for key in keys:
+            axis, parts = batched.get(key), [one[key] for one in each if one[key] is not None]
+            rows = [x.unsqueeze(1) if axis is None else x.movedim(axis + 1, 1) for x in parts]
+            found[key] = torch.cat(rows, 1) if len(rows) == count else None
+        is_tried = separable and count > 1
+        if is_tried and not vmapped.are_right(evaluation, shape, found, combined):
+            evaluation.c.saved["separable"] = False  # some samples alone are what others are not
+            return per_sample_products(evaluation, mats, keys)
+    return found | {key: found[key].movedim(1, axis + 1) for key, axis in batched.items()}
+
+
+def _products_of_rows(evaluation: Evaluation, mats: Several, keys: Keys) -> dict[Any, Any]:
+    """Return the :func:`per_sample_products` where samples have other rows at each output."""
+    is_second = isinstance(keys, Mapping)
+    if is_second and not (evaluation.follows and evaluation.is_whole(evaluation.numbers)):
+        module, shapes = evaluation.c.module, [list(x.shape) for x in evaluation.c.outputs]
+        raise NotImplementedError(
+            f"The second derivative of {describe(module)} for single samples: its outputs "
+            f"{shapes} have another number of rows for each sample than its inputs. Give it "
+            "inputs with a batch axis, or let a reshape behind it merge the axes."
+        )
+    total: dict[Any, Any] = dict.fromkeys(keys)
+    for row, own in evaluation.each_sample(mats, 0 if is_second else 1):
+        for key, product in transposed_products(evaluation, own, keys, None).items():
+            whole = total[key]
+            if product is not None and evaluation.axis(key) is None:
+                if whole is None:
+                    shape = len(product), evaluation.num_samples, *product.shape[1:]
+                    whole = total[key] = product.new_zeros(shape)
+                whole[:, row] = product
+            elif product is not None:
+                total[key] = product if whole is None else whole + product
+    return total
+
+
+def narrowed(
+    evaluation: Evaluation, mats: Several, keys: Keys, start: int, size: int
+) -> tuple[Several, Any]:
+    """Return what belongs to some samples of the arguments of :func:`per_sample_products`."""
+    if size == len(evaluation.numbers):  # outputs may have more rows than inputs
+        return mats, keys
+    if not isinstance(keys, Mapping):
+        return evaluation.at_outputs(mats, lambda m, axis: m.narrow(axis + 1, start, size)), keys
+    own = dict(keys)
+    for key, t in keys.items():
+        axis = evaluation.axis(key)
+        own[key] = t if axis is None else t.narrow(axis + 1, start, size)
+    return evaluation.at_outputs(mats, lambda m, axis: m.narrow(axis, start, size)), own
+
+
+def moves_entries(module: Module) -> bool:
+    """Return whether a module stands for a function whose results are entries of its argument."""
+    return isinstance(module, FunctionModule) and treatment_by(module) in (MOVES, RESHAPES)
+
+
+def _moved_products(
     evaluation: Evaluation, mats: Several, keys: Sequence[int]
 ) -> dict[Any, Tensor | None] | None:
-    """As :func:`per_sample_products`, for a function that moves entries.
+    """As :func:`per_sample_products`: numbers in the place of entries tell where each one goes.
 
-    Numbers in the place of the entries tell where each one goes. None if they do not come through
-    as they are.
+    None if they do not come through as they are.
     """
     double, numbers = torch.float64, evaluation.numbers
     zeros = [torch.zeros_like(x, dtype=double) if is_real(x) else x for x in evaluation.inputs]
@@ -232,11 +317,8 @@ def products(
         if separable and not evaluation.are_rows(ys, rows):
             return products(evaluation, tangents, rows)
         us = [torch.ones_like(y, requires_grad=True) for y in ys]
-        reached = [(y, u) for y, u in zip(ys, us, strict=True) if y.requires_grad]
-        outs, own = [y for y, _ in reached], [u for _, u in reached]
-        backs = gradients(outs, [*values.values()], own, create_graph=True, allow_unused=True)
-        pairs = [(b, known[k]) for k, b in zip(values, backs, strict=True) if b is not None]
-        found = pull_back([b for b, _ in pairs], us, [t for _, t in pairs], create_graph)
+        backs = _slopes(evaluation.c.module, ys, [*values.values()], us, create_graph=True)
+        found = pull_back(backs, us, [known[key] for key in values], create_graph)
     if any(t is not None and has_values(t) and bool(t.isnan().any()) for t in found):
         found = _forward_products(evaluation, values, known, inputs) or found
     num_v = len(next(iter(known.values())))
@@ -266,89 +348,34 @@ def _forward_products(
         return None
 
 
-def second_products(
-    evaluation: Evaluation,
-    g_out: Several,
-    tangents: Mapping[Any, Tensor],
-    sum_batch: bool = False,
+def summed_products(
+    evaluation: Evaluation, g_out: Several, tangents: Mapping[Any, Tensor]
 ) -> dict[Any, Tensor]:
-    """Apply the second derivative of ``⟨g_out, y⟩``, for each sample apart or for their sum.
+    """Apply the second derivative of ``⟨g_out, y⟩`` for the sum over the samples at hand.
 
-    Args:
-        evaluation: The call.
-        g_out: ``[*out]`` of the selected samples for each output, or None.
-        tangents: ``[V, *in]`` or ``[V, *p]`` for each input and parameter that varies.
-        sum_batch: Whether to sum over the samples: in as few parts as memory allows.
-
-    Returns:
-        ``[V, *in]`` for inputs with samples, ``[V, N, *]`` (summed: ``[V, *]``) for everything
-        else.
+    As :func:`transposed_products` with tangents, but in as few parts as memory allows.
     """
     numbers = evaluation.numbers
-    count, num_v = len(numbers), len(next(iter(tangents.values())))
-    axes = {key: evaluation.axis(key) for key in tangents}
-
-    def of_samples(start: int, size: int) -> Values:
-        if size == count:  # outputs may have more rows than inputs
-            return second_of_samples(evaluation, g_out, tangents, numbers)
-        own = dict(tangents)
-        own |= {k: own[k].narrow(a + 1, start, size) for k, a in axes.items() if a is not None}
-        g = evaluation.at_outputs(g_out, lambda m, axis: m.narrow(axis, start, size))
-        return second_of_samples(evaluation, g, own, numbers[start : start + size])
-
-    def combined(vectors: Tensor, samples: Tensor) -> Values:
-        g = evaluation.at_outputs(g_out, lambda m, axis: weighted(m, samples, axis))
-        own = {key: summed(t, vectors)[None] for key, t in tangents.items()}
-        return second_of_samples(evaluation, g, own, numbers)
-
-    def put_together(each: Sequence[Values]) -> Values:
-        found = {}
-        for key, axis in axes.items():
-            parts = [one[key] for one in each]
-            if axis is not None:
-                found[key] = torch.cat(parts, axis + 1)
-            else:
-                found[key] = sum(parts[1:], parts[0]) if sum_batch else torch.stack(parts, 1)
-        return found
-
-    if sum_batch:
-        size = chunk(evaluation, num_v)
-        if size < count and not evaluation.rows([numbers[0]])[1]:
-            size = count
-        return put_together([of_samples(i, min(size, count - i)) for i in range(0, count, size)])
-    others = any(tangents[k].shape[a + 1] != count for k, a in axes.items() if a is not None)
-    if evaluation.rows_differ(g_out) or others:
-        if not (evaluation.follows and evaluation.is_whole(numbers)):
-            module, shapes = evaluation.c.module, [list(x.shape) for x in evaluation.c.outputs]
-            raise NotImplementedError(
-                f"The second derivative of {describe(module)} for single samples: its outputs "
-                f"{shapes} have another number of rows for each sample than its inputs. Give it "
-                "inputs with a batch axis, or let a reshape behind it merge the axes."
-            )
-        total: Values = {}
-        for row, g in evaluation.each_sample(g_out, 0):
-            for key, each in second_of_samples(evaluation, g, tangents, None).items():
-                if axes[key] is None:
-                    whole = each.new_zeros(num_v, count, *each.shape[1:])
-                    whole[:, row], each = each, whole
-                total[key] = total[key] + each if key in total else each
-        return total
-    inputs, separable = evaluation.rows(slice(None) if evaluation.is_whole(numbers) else numbers)
-    if separable:
-        at_once = partial(vmapped.second_products, evaluation, g_out, tangents, inputs)
-        found = vmapped.if_right(evaluation, (num_v, count), at_once, combined)
-        if found is not None:
-            moved = {k: found[k].movedim(1, a + 1) for k, a in axes.items() if a is not None}
-            return found | moved
-    return put_together([of_samples(i, 1) for i in range(count)])
+    size = chunk(evaluation, len(next(iter(tangents.values()))))
+    if size >= len(numbers) or not evaluation.rows([numbers[0]])[1]:
+        return transposed_products(evaluation, g_out, tangents, numbers)
+    each = []
+    for start in range(0, len(numbers), size):
+        some = numbers[start : start + size]
+        own = narrowed(evaluation, g_out, tangents, start, len(some))
+        each.append(transposed_products(evaluation, *own, some))
+    found = {}
+    for key in tangents:
+        axis, parts = evaluation.axis(key), [one[key] for one in each]
+        found[key] = sum(parts[1:], parts[0]) if axis is None else torch.cat(parts, axis + 1)
+    return found
 
 
 def has_second_derivative(evaluation: Evaluation, of_params: bool) -> bool:
     """Return whether a second derivative by the inputs, or each parameter, is not zero in a call.
 
-    Then its products with random vectors are not zero, with probability one: a sum over the outputs
-    that have a gradient, with random weights, is differentiated twice. Rounding counts as a second
-    derivative, and so does what has no values.
+    Then its products with random vectors are not zero, for a sum of outputs with random weights.
+    Rounding counts as a second derivative, and so does what has no values.
     """
     generator = generator_at(evaluation.inputs)
 
@@ -367,58 +394,7 @@ def has_second_derivative(evaluation: Evaluation, of_params: bool) -> bool:
     for group in groups:
         tangents = {key: draw(evaluation.value(key), 1) for key in group}
         if tangents:
-            found = second_of_samples(evaluation, g_out, tangents, None)
+            found = transposed_products(evaluation, g_out, tangents, None)
             if any(bool((p != 0).any()) for p in found.values()):
                 return True
     return False
-
-
-def second_of_samples(
-    evaluation: Evaluation,
-    g_out: Several,
-    tangents: Mapping[Any, Tensor],
-    numbers: Sequence[int] | None,
-) -> dict[Any, Tensor]:
-    """Apply the second derivative for the sum over some samples, or over whatever there is."""
-    if numbers is not None and evaluation.is_whole(numbers):
-        numbers = None
-    inputs, separable = evaluation.rows(numbers)
-    create_graph = torch.is_grad_enabled()
-    values = _variables(evaluation, list(tangents), inputs)
-    whole = tangents
-    if not separable:
-        g_out = evaluation.whole(g_out, numbers, 0)
-        whole = evaluation.whole_tangents(tangents, numbers)
-    with torch.enable_grad(), differentiated_twice(evaluation.c.module):
-        ys = evaluation.outputs(values, inputs)
-        if separable and not evaluation.are_rows(ys, numbers):
-            return second_of_samples(evaluation, g_out, tangents, numbers)
-        # what is once differentiable (a function in Python) says so if the gradient has a graph
-        pairs = [
-            (y, g if g.requires_grad else g.detach().requires_grad_())
-            for y, g in zip(ys, g_out, strict=True)
-            if g is not None
-        ]
-        outs, grads, xs = [y for y, _ in pairs], [g for _, g in pairs], [*values.values()]
-        slopes = gradients(outs, xs, grads, create_graph=True, allow_unused=True)
-        if not create_graph:
-            _refuse_once_differentiable(slopes, evaluation.c.module)
-        used = [(s, whole[key]) for key, s in zip(values, slopes, strict=True) if s is not None]
-        found = pull_back([s for s, _ in used], xs, [t for _, t in used], create_graph)
-    results = {}
-    for key, product in zip(values, found, strict=True):
-        product = torch.zeros_like(whole[key]) if product is None else product
-        axis = None if separable else evaluation.axis(key)
-        results[key] = product if axis is None else subsample(product, axis + 1, numbers)
-    return results
-
-
-def _refuse_once_differentiable(gradients: Several, module: Module) -> None:
-    """Refuse gradients that are marked ``once_differentiable``: autograd would take it for zero."""
-    above = nodes_above(g.grad_fn for g in gradients if g is not None)
-    if any(type(node).__name__ == "Error" for node in above):
-        raise RuntimeError(
-            f"A function of {describe(module)} is marked as once_differentiable, so its second "
-            "derivative is not known. Write its backward with functions of torch, and without that "
-            "mark."
-        )

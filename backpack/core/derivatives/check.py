@@ -16,6 +16,7 @@ from backpack.core.derivatives import affine, by_autograd, reductions
 from backpack.core.derivatives.automatic import AutomaticDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.evaluation import Evaluation, close, is_real, spread
+from backpack.core.derivatives.interface import OF_PARAMETER
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.derivatives.sample_axes import BatchAxis, SampleAxes
 from backpack.core.record.calls import Call
@@ -25,6 +26,7 @@ from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import REGISTRY, derivatives_of
 from backpack.core.record.visits import Visit
 from backpack.core.rows import Rows
+from backpack.core.types import Pairs
 from backpack.utils.kroneckers import kfacs_to_mat
 
 RTOL, ATOL = 1e-6, 1e-9
@@ -63,41 +65,17 @@ FOLDED = (
 
 
 class Comparison(NamedTuple):
-    """What a rule computes, and what autograd does.
+    """What a rule computes, and what autograd does."""
 
-    Attributes:
-        method: Method of the rule that is to blame if they differ.
-        compute: Calls the rule.
-        expected: What that should return.
-        use: What the method is used for in ``compute``, if that is not the method itself.
-        advice: What to do if they differ.
-    """
-
-    method: str
-    compute: Callable[[], Any]
+    method: str  # of the rule, to blame if they differ
+    compute: Callable[[], Any]  # calls the rule
     expected: Sequence[Tensor]
-    use: str = ""
-    advice: str = ""
+    use: str = ""  # of the method in `compute`, if that is not the method itself
+    advice: str = ""  # what to do if they differ
 
 
-class Given:
-    """What a rule is given, which belongs to others: tensors of the call, and vectors."""
-
-    def __init__(self, tensors: Iterable[Any]):
-        """Note in which state tensors are."""
-        self._versions: list[tuple[Tensor, int]] = []
-        for x in tensors:
-            self.note(x)
-
-    def note(self, x: Any) -> Any:
-        """Note in which state one is, and return it."""
-        if isinstance(x, Tensor):
-            self._versions.append((x, x._version))
-        return x
-
-    def is_written(self) -> bool:
-        """Whether something has changed one in place."""
-        return any(x._version != version for x, version in self._versions)
+# What a rule is given, which belongs to others: tensors of the call and vectors, with their states.
+Given = list[tuple[Tensor, int]]
 
 
 def check_rule(module: Module, *inputs: Any) -> None:
@@ -156,17 +134,17 @@ def check_rule(module: Module, *inputs: Any) -> None:
         _check_names(rule, module)
         call = Visit(Call(module, tuple(leaves), {}, outputs, rule, True))
         call.g_out = [randn_like(y) for y in outputs]
-        c, given = context_of(call), Given((*leaves, *outputs))
+        c, tensors = context_of(call), [x for x in (*leaves, *outputs) if isinstance(x, Tensor)]
+        given = [(x, x._version) for x in tensors]
         missing = OF_MODULE if _announces_output(rule) else OF_MODULE + OF_OUTPUT
         _hide_parameters(module)
         for rows in [None] if rule.couples_samples(module) else [None, [count - 1, 0]]:
             for one in compare(rule, c.at(rows), keys, given):
-                method, compute, expected, use, advice = one
-                name = getattr(getattr(rule, method, None), "translates", method)
+                name = getattr(getattr(rule, one.method, None), "translates", one.method)
                 which = "all samples" if rows is None else f"samples {rows}"
-                where = f"{type(rule).__name__}.{name} ({which}){use and f', for {use},'}"
-                advice = advice or (OF_SOME_SAMPLES if rows else "")
-                _compare(where, compute, expected, given, advice, missing)
+                where = f"{type(rule).__name__}.{name} ({which}){one.use and f', for {one.use},'}"
+                advice = one.advice or (OF_SOME_SAMPLES if rows else "")
+                _compare(where, one, given, advice, missing)
 
 
 def _why_not_inherited(module: Module) -> str:
@@ -222,21 +200,13 @@ def _check_names(rule: Any, module: Module) -> None:
             "Name each of them once."
         )
     for method in sorted({*dir(type(rule))} - {*dir(BaseDerivatives)}):
-        of, kind_of_method = _split(method)
-        if kind_of_method and not method.startswith("_") and of not in names:
+        of = OF_PARAMETER.fullmatch(method)
+        if of and not method.startswith("_") and of[1] not in names:
             raise AssertionError(
-                f"{kind}.{method} is used for nothing: there is no parameter '{of}' in params, "
+                f"{kind}.{method} is used for nothing: there is no parameter '{of[1]}' in params, "
                 f"which is {names}. Give it the name of one, or begin the name of a method that "
                 "serves others with an underscore."
             )
-
-
-def _split(method: str) -> tuple[str, str]:
-    """Split the name of a method, such as ``weight_vjp``, at that of the parameter."""
-    for product in ("_vjp_sum", "_vjp", "_jvp"):
-        if method.endswith(product):
-            return method.removesuffix(product), product
-    return method, ""
 
 
 def _announces_output(rule: Any) -> bool:
@@ -253,20 +223,14 @@ def _hide_parameters(module: Module) -> None:
                 child._parameters[name] = other
 
 
-def _compare(
-    where: str,
-    compute: Callable[[], Any],
-    expected: Sequence[Tensor],
-    given: Given,
-    advice: str = "",
-    missing: str = "",
-) -> None:
+def _compare(where: str, one: Comparison, given: Given, advice: str, missing: str) -> None:
+    expected = one.expected
     try:
-        found = _listed(compute())
+        found = _listed(one.compute())
     except Exception as error:
         what = f"{where} raises {type(error).__name__}: {error}{advice}"
         raise AssertionError(what) from error
-    if given.is_written():
+    if any(x._version != version for x, version in given):
         raise AssertionError(
             f"{where} writes on what it is given. Vectors, inputs and parameters belong to others: "
             "return new tensors."
@@ -274,20 +238,20 @@ def _compare(
     if len(found) != len(expected):
         what = f"{where} returns {len(found)} tensors, expected {len(expected)}{advice}"
         raise AssertionError(what)
-    for one, truth in zip(found, expected, strict=True):
-        shape = list(one.shape) if isinstance(one, Tensor) else one
+    for value, truth in zip(found, expected, strict=True):
+        shape = list(value.shape) if isinstance(value, Tensor) else value
         if shape != list(truth.shape):
             if _is_of_matrix(where, truth) and shape == list(truth.mT.shape):
                 advice = STORED_TRANSPOSED
             what = f"{where} has shape {shape}, expected {list(truth.shape)}{advice}"
             raise AssertionError(what)
-        if one.isnan().any() and not truth.isnan().any():
+        if value.isnan().any() and not truth.isnan().any():
             raise AssertionError(f"{where} has entries that are no numbers{missing}")
-        if not allclose(one.to(truth), truth, RTOL, ATOL):
+        if not allclose(value.to(truth), truth, RTOL, ATOL):
             square = _is_of_matrix(where, truth) and truth.shape == truth.mT.shape
-            if square and allclose(one.to(truth).mT, truth, RTOL, ATOL):
+            if square and allclose(value.to(truth).mT, truth, RTOL, ATOL):
                 advice = STORED_TRANSPOSED
-            gap, size = (one - truth).abs().max().item(), truth.abs().max().item()
+            gap, size = (value - truth).abs().max().item(), truth.abs().max().item()
             what = f"deviates by up to {gap:.3g}, with entries of up to {size:.3g}, shape {shape}"
             raise AssertionError(f"{where} {what}{advice}")
 
@@ -306,7 +270,8 @@ def _random(given: Given, x: Tensor, rows: Rows = None) -> Tensor:
     like = x.detach().expand(2, *x.shape)
     axes = range(like.dim())[:: 1 if rows is None else -1]
     drawn = randn_like(like.permute(*axes), memory_format=torch.contiguous_format)
-    vectors: Tensor = given.note(drawn.permute(*axes))
+    vectors = drawn.permute(*axes)
+    given.append((vectors, vectors._version))
     return vectors
 
 
@@ -339,13 +304,14 @@ def _of_module(rule: Any, c: Context, keys: Sequence[int], given: Given) -> Iter
     t, v = ts[0] if c.takes_one else ts, vs[0] if len(vs) == 1 else vs
 
     def second(tangents: dict[Any, Tensor]) -> list[Tensor]:
-        found = by_autograd.second_products(truth, gs, tangents, sum_batch=mixes)
-        return [*found.values()]
+        products = by_autograd.summed_products if mixes else by_autograd.per_sample_products
+        return [*products(truth, gs, tangents).values()]
 
     if not mixes and not truth.is_independent():
         raise AssertionError(f"{type(rule).__name__}.couples_samples returns False, but they mix")
     of = [*(c.inputs[i] for i in keys), *c.call.params.values()]
-    folded = _folded(rule, c, gs, vs, along)
+    folded, one_more = _folded(rule, c, gs), [v.unsqueeze(1) for v in vs]
+    v_folded: Any = one_more[0] if len(vs) == 1 else one_more
     if folded is not None:
         _check_axes_are_alike(rule, c, truth)
     if keys:
@@ -355,8 +321,9 @@ def _of_module(rule: Any, c: Context, keys: Sequence[int], given: Given) -> Iter
         yield Comparison(method, vjp, expected)
         yield from _of_derivative(method, vjp, expected, of)
         if folded is not None:
-            vjp = partial(_at_inputs, rule.vjp, folded.c, folded.v, folded.along)
             rows = [x.unsqueeze(1) for x in expected]
+            like = {i: t.unsqueeze(1) for i, t in along.items()}
+            vjp = partial(_at_inputs, rule.vjp, folded, v_folded, like)
             yield Comparison(method, vjp, rows, "rows of a sample that have an axis", FOLDED)
         is_own = not _is_generic(rule, "jvp")
         method, use = (_written(rule, "jvp", "df"), "") if is_own else ("vjp", "its transpose jvp")
@@ -378,7 +345,11 @@ def _of_module(rule: Any, c: Context, keys: Sequence[int], given: Given) -> Iter
         each = by_autograd.per_sample_products(truth, vs, [name])[name]
         each = _or_zeros(each, t_p[name].unsqueeze(1).expand(2, count, *p.shape))
         along_p = by_autograd.products(truth, t_p, c.rows)
-        yield from _of_parameter(rule, c, name, v, each, t_p[name], along_p, of, folded)
+        yield from _of_parameter(rule, c, name, v, each, t_p[name], along_p, of)
+        if folded is not None:
+            product = partial(_product, rule, folded, name, v_folded)
+            basis, sums = _basis(rule, name)[1], [each.sum(1, keepdim=True)]
+            yield Comparison(basis, product, sums, "rows of a sample that have an axis", FOLDED)
         (bent,) = second({**t_p})
         if not rule.bends_params(c.call):
             _refuse_curvature(rule, "is_linear_in_params", f"parameter '{name}'", [bent])
@@ -387,28 +358,11 @@ def _of_module(rule: Any, c: Context, keys: Sequence[int], given: Given) -> Iter
         yield Comparison(method, compute, second({**along, **t_p}))
 
 
-class Folded(NamedTuple):
-    """The rows of a call as those of one sample, along an axis of their own.
+def _folded(rule: Any, c: Context, gs: Sequence[Tensor | None]) -> Context | None:
+    """Return a call whose rows are those of one sample, along an axis of their own.
 
-    Attributes:
-        c: What the rule sees.
-        v: Cotangents at its outputs.
-        along: What has the shapes of the inputs.
+    As the engine may show it where axes are alike; None if they are not.
     """
-
-    c: Context
-    v: Any
-    along: dict[int, Tensor]
-
-
-def _folded(
-    rule: Any,
-    c: Context,
-    gs: Sequence[Tensor | None],
-    vs: Sequence[Tensor],
-    along: Mapping[int, Tensor],
-) -> Folded | None:
-    """Return a call as the engine may show it where axes are alike; None if they are not."""
     if rule.batch_axis is not BatchAxis.LEADING or c.rows is not None:
         return None
     refuses_others = type(rule).layouts is not SampleAxes.layouts
@@ -416,9 +370,7 @@ def _folded(
         return None
     other = Context(c.call, list(map(_with_axis, c.inputs)), list(map(_with_axis, c.outputs)))
     other.is_folded, other.grad_out = True, list(map(_with_axis, gs))
-    v = [v.unsqueeze(1) for v in vs]
-    one_more = {i: t.unsqueeze(1) for i, t in along.items()}
-    return Folded(other, v[0] if len(v) == 1 else v, one_more)
+    return other
 
 
 def _with_axis(x: Any) -> Any:
@@ -497,6 +449,16 @@ def _mixed(rule: Any, c: Context, ts: Any, t_p: dict[str, Tensor], sums: bool) -
     return [*at_keys, *at_params.values()]
 
 
+def _basis(rule: Any, name: str) -> tuple[bool, str]:
+    """Return whether products with a parameter follow from ``affine``, and the method they are."""
+    own = [f"{name}_vjp"] if hasattr(rule, f"{name}_vjp") else ["param_vjp", "affine", "assemble"]
+    acts_affinely = rule.acts_affinely and len(own) > 1
+    if not acts_affinely and len(own) > 1 and _is_generic(rule, "param_vjp"):
+        own = [f"{name}_vjp"]  # there is neither
+    basis = _written(rule, *own)
+    return acts_affinely, basis if basis == f"{name}_vjp" else f"{basis} of {name!r}"
+
+
 def _of_parameter(
     rule: Any,
     c: Context,
@@ -506,14 +468,8 @@ def _of_parameter(
     t: Tensor,
     along: Sequence[Tensor],
     of: Sequence[Tensor],
-    folded: Folded | None,
 ) -> Iterator[Comparison]:
-    own = [f"{name}_vjp"] if hasattr(rule, f"{name}_vjp") else ["param_vjp", "affine", "assemble"]
-    acts_affinely = rule.acts_affinely and len(own) > 1
-    if not acts_affinely and len(own) > 1 and _is_generic(rule, "param_vjp"):
-        own = [f"{name}_vjp"]  # there is neither
-    basis = _written(rule, *own)
-    basis = basis if basis == f"{name}_vjp" else f"{basis} of {name!r}"
+    acts_affinely, basis = _basis(rule, name)
 
     def blamed(method: str, use: str) -> tuple[str, str]:
         """Return the method itself if the rule has one, else what it follows from."""
@@ -522,11 +478,12 @@ def _of_parameter(
         whole = {"vjp_sum": "param_vjp_sum", "jvp": "param_jvp"}.get(method, method)
         return (basis, use) if _is_generic(rule, whole) else (f"{whole} of {name!r}", "")
 
-    product = partial(_product, rule, c, name, v, acts_affinely)
+    product = partial(_product, rule, c, name, v)
     yield Comparison(basis, product, [each])
     yield from _of_derivative(basis, product, [each], of)
-    if acts_affinely:
-        _check_pairs(rule, c, name, v)
+    pairs = rule.affine(c, name, v) if acts_affinely else None
+    if pairs is not None:
+        _check_pairs(rule, c, name, pairs)
     method, use = blamed("vjp_sum", "the sum over the samples")
     yield Comparison(method, partial(rule.param_vjp_sum, c, name, v), [each.sum(1)], use)
     weights = rand_like(each.flatten(2)[..., 0])
@@ -537,7 +494,10 @@ def _of_parameter(
         yield Comparison(method, found, [*expected.values()], use)
     axis = rule.axis_out(c, 0)
     numbers = c.numbers(c.output.shape[axis])
-    if isinstance(v, Tensor) and _is_used_once(rule, c, name, v, acts_affinely):
+    is_used_once = c.output.dim() == 2  # for all that is known
+    if pairs is not None:
+        is_used_once = all(s.dim() == 3 or s.shape[2:-1].numel() == 1 for s, _ in pairs)
+    if isinstance(v, Tensor) and is_used_once:
         # of one sample at one position, the product of Kronecker factors is the block
         first, at = each[:, 0].flatten(1), c.at(numbers[:1])
         method, use = blamed(_written(rule, "kron_rows", "kron_inputs"), "Kronecker factors")
@@ -549,8 +509,7 @@ def _of_parameter(
         averages = [sum(same) / len(alone) for same in zip(*alone, strict=True)]
         yield Comparison("kron_inputs", compute, averages, f"{name!r}, the average over samples")
     has_own = not (_is_generic(rule, "kron_rows") and _is_generic(rule, "kron_inputs"))
-    pairs = rule.affine(c, name, v) if acts_affinely and has_own else None
-    if pairs is not None and len(pairs) == 1:
+    if has_own and pairs is not None and len(pairs) == 1:
         ((s, x),) = pairs
         method = f"{_written(rule, 'kron_rows', 'kron_inputs')} of {name!r}"
         for approximation in (None, "expand", "reduce"):
@@ -560,38 +519,26 @@ def _of_parameter(
             yield Comparison(method, compute, [block], use)
     method, use = blamed("jvp", f"its transpose {name}_jvp")
     yield Comparison(method, partial(rule.param_jvp, c, name, t), along, use)
-    if folded is not None:
-        product = partial(_product, rule, folded.c, name, folded.v, acts_affinely)
-        sums = [each.sum(1, keepdim=True)]
-        yield Comparison(basis, product, sums, "rows of a sample that have an axis", FOLDED)
 
 
-def _product(rule: Any, c: Context, name: str, v: Any, acts_affinely: bool) -> Tensor:
-    pairs = rule.affine(c, name, v) if acts_affinely else None
+def _product(rule: Any, c: Context, name: str, v: Any) -> Tensor:
+    pairs = rule.affine(c, name, v) if _basis(rule, name)[0] else None
     if pairs is not None and not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise TypeError("it returns a list of pairs, [(s, x)], one for each matrix")
     return rule.param_vjp(c, name, v)
 
 
-def _check_pairs(rule: Any, c: Context, name: str, v: Any) -> None:
+def _check_pairs(rule: Any, c: Context, name: str, pairs: Pairs) -> None:
     """Require that ``affine`` returns pairs whose inputs do not depend on the cotangents."""
-    where = f"{type(rule).__name__}.affine of {name!r}"
-    inputs = rule.affine_inputs(c, name)
-    for (_, x), known in zip(rule.affine(c, name, v), inputs, strict=True):
+    for (_, x), known in zip(pairs, rule.affine_inputs(c, name), strict=True):
         if x is None or known is None:
             continue
         if x.numel() != known.numel() or not allclose(x.flatten(), known.flatten(), RTOL, ATOL):
             raise AssertionError(
-                f"{where} returns pairs (s, x) whose x depends on the cotangents v. Let s alone "
-                "depend on them: x is what the parameter is multiplied with."
+                f"{type(rule).__name__}.affine of {name!r} returns pairs (s, x) whose x depends on "
+                "the cotangents v. Let s alone depend on them: x is what the parameter is "
+                "multiplied with."
             )
-
-
-def _is_used_once(rule: Any, c: Context, name: str, v: Tensor, acts_affinely: bool) -> bool:
-    """Whether a sample is multiplied with a parameter at one position, for all that is known."""
-    if not acts_affinely:
-        return c.output.dim() == 2
-    return all(s.dim() == 3 or s.shape[2:-1].numel() == 1 for s, _ in rule.affine(c, name, v))
 
 
 def _reduced(rule: Any, c: Context, name: str, v: Any, like: Any, weights: Tensor) -> list[Tensor]:
@@ -610,11 +557,7 @@ def _block(rule: Any, c: Context, name: str, v: Tensor, approximation: str | Non
 def _block_of_pair(
     rule: Any, c: Context, name: str, s: Tensor, x: Tensor | None, approximation: str | None
 ) -> Tensor:
-    """Return the product of the Kronecker factors of what ``affine`` returns, ``[P, P]``.
-
-    Its entries are in the order of the parameter's: those of outer products of the rows whose
-    squares make the factors.
-    """
+    """Return the product of the Kronecker factors of a pair, in the order of the parameter."""
     s = s.unsqueeze(2) if s.dim() == 3 else s.flatten(2, -2)
     rows = affine.position_rows(s, approximation).flatten(0, 1)
     if x is not None:

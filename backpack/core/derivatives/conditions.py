@@ -21,7 +21,9 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.
 _OF_EACH = frozenset(vars(Module())) - {"training"}
 
 # What was found out of modules: by what it depends on, their states and what it is.
-Known = WeakKeyDictionary[Module, dict[Any, tuple[list[Any] | None, bool | None]]]
+_KNOWN: WeakKeyDictionary[Module, dict[Any, tuple[list[Any] | None, bool | None]]] = (
+    WeakKeyDictionary()
+)
 
 
 class _Same:
@@ -43,14 +45,11 @@ class _Same:
 
 
 class _CannotTell(Exception):
-    """It cannot be told whether an object will be the same once more."""
+    """An object may change unseen, such as an array or a closure."""
 
 
 def _frozen(x: Any, depth: int = 6) -> Any:
-    """Return what is equal for an object as long as nothing in it has changed.
-
-    ``_CannotTell`` is raised if it may change unseen, such as an array or a closure.
-    """
+    """Return what is equal for an object as long as nothing in it has changed; else raise."""
     kind = type(x)
     if isinstance(x, (*_PLAIN, type, Enum)):
         return kind, x
@@ -77,10 +76,9 @@ def _frozen(x: Any, depth: int = 6) -> Any:
 
 
 def state_of(module: Module) -> list[Any] | None:
-    """Return what may have changed of a module between two calls: attributes and buffers.
+    """Return what may have changed of a module, but for parameters; None if that cannot be told.
 
-    Those of its class as well, and what they hold; not what ``forward`` reads elsewhere. Equal if
-    they are the same, values of parameters aside; None if that cannot be told.
+    Its attributes, buffers and those of its class, not what ``forward`` reads elsewhere.
     """
     if isinstance(module, FunctionModule):
         return []
@@ -98,9 +96,9 @@ def state_of(module: Module) -> list[Any] | None:
     return found
 
 
-def once(known: Known, call: Call, key: Any, find: Callable[[], bool | None]) -> bool | None:
+def once(call: Call, key: Any, find: Callable[[], bool | None]) -> bool | None:
     """Find something out once for a module, as long as it is in the same state, and a key."""
-    found, state = known.setdefault(call.module, {}), state_of(call.module)
+    found, state = _KNOWN.setdefault(call.module, {}), state_of(call.module)
     if state is None or key not in found or found[key][0] != state:
         found[key] = state, find()
     return found[key][1]
@@ -108,15 +106,10 @@ def once(known: Known, call: Call, key: Any, find: Callable[[], bool | None]) ->
 
 @dataclass(frozen=True)
 class Conditions:
-    """What an answer depends on that was found with inputs as they are.
+    """What an answer depends on that was found with inputs as they are."""
 
-    Attributes:
-        values: Copies of those inputs, by number.
-        state: That of the module: see :func:`state_of`.
-    """
-
-    values: Mapping[int, Tensor]
-    state: list[Any]
+    values: Mapping[int, Tensor]  # copies of those inputs, by number
+    state: list[Any]  # that of the module
 
     def hold(self, call: Call) -> bool:
         """Whether a call of the same module reads the same values, of the same shapes."""

@@ -27,26 +27,18 @@ from backpack.core.rows import Rows
 from backpack.core.values import has_values
 from backpack.utils.subsampling import subsample
 
-_quiet = RLock()
+_quiet = RLock()  # filters of warnings are those of all threads
 Values = dict[Any, Tensor]  # of inputs (by number) and parameters (by name)
 
 
 @dataclass
 class Evaluation:
-    """How to evaluate a module call again.
-
-    Attributes:
-        rule: Derivatives of the module.
-        c: The call at hand.
-        inputs: Arguments of the call, flattened.
-        axes_in: Batch axis of each input; None if it has no samples or is no tensor.
-        axes_out: Batch axis of each output; None if it has no samples.
-    """
+    """How to evaluate a module call again."""
 
     rule: Any
     c: Context
-    inputs: list[Any]
-    axes_in: list[int | None]
+    inputs: list[Any]  # arguments of the call, flattened
+    axes_in: list[int | None]  # where the samples are in each; None if it has none
     axes_out: list[int | None]
 
     def outputs(self, values: Mapping[Any, Tensor], inputs: Sequence[Any]) -> list[Tensor]:
@@ -82,23 +74,19 @@ class Evaluation:
         return self._narrowed(rows), True
 
     def are_rows(self, outputs: Sequence[Tensor], rows: Rows) -> bool:
-        """Whether some samples alone have the outputs of the call; else they are not alone again.
-
-        A module may branch on what all samples have, and few of them have not.
-        """
+        """Whether some samples alone have the outputs of the call; if not, it is noted."""
         if rows is not None and has_values(outputs[0]):
-            pairs = zip(self._known_outputs, self.axes_out, strict=True)
-            expected = [subsample(y, a or 0, rows) for y, a in pairs]
-            self.c.saved["separable"] &= self.agree([y.detach() for y in outputs], expected)
+            self.c.saved["separable"] &= self._are_those_of(outputs, rows)
         return rows is None or self.c.saved["separable"]
 
-    @property
-    def _known_outputs(self) -> Sequence[Tensor]:
-        """The outputs of the call, computed again if they were not kept."""
-        if self.c.call.computed_with is None:
-            return self.c.outputs
+    def _are_those_of(self, outputs: Sequence[Tensor], rows: Rows) -> bool:
+        """Whether outputs are rows of those of the call, which are computed again if not kept."""
+        known: Sequence[Tensor] = self.c.outputs
         with torch.no_grad():
-            return self.outputs({}, self.inputs)
+            if self.c.call.computed_with is not None:
+                known = self.outputs({}, self.inputs)
+        expected = [subsample(y, a or 0, rows) for y, a in zip(known, self.axes_out, strict=True)]
+        return self.agree(outputs, expected)
 
     def _narrowed(self, rows: Rows) -> list[Any]:
         return self._changed(lambda x, axis: subsample(x, axis, rows))
@@ -126,9 +114,7 @@ class Evaluation:
                     alone = self.outputs({}, self._narrowed(rows))
                 except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
                     return False
-            pairs = zip(self._known_outputs, self.axes_out, strict=True)
-            expected = [subsample(y, a or 0, rows) for y, a in pairs]
-            if not self.agree(alone, expected):
+            if not self._are_those_of(alone, rows):
                 return False
         return True
 
@@ -158,16 +144,16 @@ class Evaluation:
         return found
 
     def is_independent(self) -> bool:
-        """Whether each sample's output depends on no other sample.
-
-        Whether the first's does, and whether the samples may change places (rotate): then what
-        holds for the first holds for each.
-        """
+        """Whether the first sample is independent of others, and all may change places (rotate)."""
         if self.num_samples == 1:
             return True
         with torch.no_grad():
             before = self.outputs({}, self.inputs)
-            if not self._is_equivariant(before):
+            rotated = self.outputs({}, self._changed(lambda x, axis: x.roll(1, axis)))
+            if not all(
+                axis is None or close(r, b.roll(1, axis), self.c.call.rounding)
+                for r, b, axis in zip(rotated, before, self.axes_out, strict=True)
+            ):
                 return False
             keep: list[Rows] = [[0], slice(1, None)]
             for kept in keep:
@@ -186,14 +172,6 @@ class Evaluation:
                     return False
         return True
 
-    def _is_equivariant(self, outputs: Sequence[Tensor]) -> bool:
-        """Whether rotated samples have rotated outputs."""
-        found = self.outputs({}, self._changed(lambda x, axis: x.roll(1, axis)))
-        return all(
-            axis is None or close(f, y.roll(1, axis), self.c.call.rounding)
-            for f, y, axis in zip(found, outputs, self.axes_out, strict=True)
-        )
-
     @property
     def follows(self) -> bool:
         """Whether samples may be along any axis, in any order and number of rows."""
@@ -210,10 +188,9 @@ class Evaluation:
     def each_sample(
         self, mats: Sequence[Tensor | None], skip: int
     ) -> Iterator[tuple[int, list[Tensor | None]]]:
-        """Yield for each sample a row of its own at the first output, and what is at its rows.
+        """Yield a row of each sample at the first output, and ``mats`` but zero in rows of others.
 
-        The ``mats`` are at outputs that have their samples in any order and number, behind ``skip``
-        axes; they are zero in the rows of others.
+        They are at outputs with samples in any order and number, behind ``skip`` axes.
         """
         rows = {i: self._samples_of_rows(i) for i, a in enumerate(self.axes_out) if a is not None}
         first = next(iter(rows.values()))
@@ -246,6 +223,11 @@ class Evaluation:
         return self.c.numbers(self.num_samples)
 
     @property
+    def has_samples(self) -> bool:
+        """Whether an output has samples."""
+        return any(axis is not None for axis in self.axes_out)
+
+    @property
     def num_samples(self) -> int:
         """Number of samples in the call."""
         pairs = zip(self.c.outputs, self.axes_out, strict=True)
@@ -254,10 +236,7 @@ class Evaluation:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Show no warnings, such as that one sample has no standard deviation.
-
-    The filters are those of all threads: of two at once, one would keep what the other had set.
-    """
+    """Show no warnings, such as that one sample has no standard deviation."""
     with _quiet, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -275,10 +254,7 @@ class _Alone(Mode):
 
 
 def alone() -> AbstractContextManager[Any]:
-    """Evaluate here what other processes may not evaluate: they would wait, or add other numbers.
-
-    An operation of several processes is an error.
-    """
+    """Refuse operations of several processes, where others may not evaluate the same."""
     return (
         _Alone() if distributed.is_available() and distributed.is_initialized() else nullcontext()
     )

@@ -14,8 +14,9 @@ from torch.nn import Module
 from backpack.context import disable
 from backpack.core.derivatives import by_autograd
 from backpack.core.derivatives.automatic import AutomaticDerivatives
+from backpack.core.derivatives.by_autograd import moves_entries
 from backpack.core.derivatives.conditions import Conditions
-from backpack.core.derivatives.evaluation import Evaluation, drawn, generator_at, is_real
+from backpack.core.derivatives.evaluation import drawn, generator_at, is_real
 from backpack.core.derivatives.facts import never
 from backpack.core.derivatives.following import Following, treatment_by
 from backpack.core.derivatives.sample_axes import BatchAxis
@@ -29,14 +30,13 @@ from backpack.core.record.data_flow import (
     tensors_in,
 )
 from backpack.core.record.generators import evaluated_alike
-from backpack.core.record.kinds import ENTRIES, MOVES, RESHAPES
+from backpack.core.record.kinds import ENTRIES
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.module_state import cast
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import register
 from backpack.core.record.visits import Visit
 from backpack.core.types import Changes, OfInputs, OfParams
-from backpack.custom_module.function_module import FunctionModule
 
 UNKNOWN: Final = object()
 # Functions that choose rows by numbers, or add them up.
@@ -67,16 +67,13 @@ class FunctionDerivatives(AutomaticDerivatives):
 
     def hvp_unbatched(self, c: Context, inputs: OfInputs, params: OfParams) -> Changes:
         """Apply the second derivative of a call without samples, for the gradient of one sample."""
-        evaluation = self.evaluation(c)
-        if params:  # each of them varies with the inputs
-            num_v = len(next(iter(params.values())))
-            inputs = [
-                x.new_zeros(num_v, *x.shape) if t is None and is_real(x) else t
-                for t, x in zip(inputs, evaluation.inputs, strict=True)
-            ]
-        tangents: dict[Any, Tensor] = dict(params)
-        tangents |= {i: t for i, t in enumerate(inputs) if t is not None}
-        found = by_autograd.second_of_samples(evaluation, c.grad_out, tangents, None)
+        evaluation, tangents = self.evaluation(c), dict[Any, Tensor](params)
+        for i, (t, x) in enumerate(zip(inputs, evaluation.inputs, strict=True)):
+            if t is not None:
+                tangents[i] = t
+            elif params and is_real(x):  # parameters vary with all inputs
+                tangents[i] = x.new_zeros(len(next(iter(params.values()))), *x.shape)
+        found = by_autograd.transposed_products(evaluation, c.grad_out, tangents, None)
         return [found.get(i) for i in range(len(inputs))], {name: found[name] for name in params}
 
     def is_deterministic(self, module: Module) -> bool:
@@ -87,15 +84,6 @@ class FunctionDerivatives(AutomaticDerivatives):
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""
         return None if self.is_deterministic(c.module) else super().unsupported_reason(c)
 
-    def _cotangents_of_samples(
-        self, evaluation: Evaluation, vs: Sequence[Tensor | None], keys: Sequence[int]
-    ) -> dict[Any, Tensor | None]:
-        """Apply the transposed Jacobian of inputs without samples: entries move back."""
-        found = None
-        if moves_entries(evaluation.c.module) and not torch.is_grad_enabled():
-            found = by_autograd.moved_products(evaluation, vs, keys)
-        return super()._cotangents_of_samples(evaluation, vs, keys) if found is None else found
-
     def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
         """Return the output for other inputs and parameters, which it may change in place."""
         if treatment_by(c.module) is None:
@@ -105,10 +93,7 @@ class FunctionDerivatives(AutomaticDerivatives):
     sees_samples_first = never  # the rule needs to know the axes
 
     def is_curved(self, call: Visit) -> bool:
-        """Return whether the function is not affine, at random values or at those of the call.
-
-        It may be piecewise so, or for other data: a loss of targets that are 1 or -1.
-        """
+        """Return whether the function is not affine, at random values or at those of the call."""
         if not call.saved["affine"]:
             return True
         if self.hessian_is_zero(call.module) or moves_entries(call.module):
@@ -153,11 +138,7 @@ class FunctionDerivatives(AutomaticDerivatives):
         return len(places) == 1 and treatment_by(call.module) == ENTRIES
 
     def layouts(self, call: Call) -> list[Layout | None]:
-        """Find where the samples are in the outputs by trying.
-
-        Raises:
-            ValueError: If every output entry depends on several samples.
-        """
+        """Find where the samples are in the outputs by trying; an error if they are combined."""
         if () in call.shape_in:
             refuse_totals(call)
         if None in call.layouts_in:
@@ -200,10 +181,7 @@ class FunctionDerivatives(AutomaticDerivatives):
 
     @staticmethod
     def _mark_one_unbatched(call: Call) -> None:
-        """Take back one assumption: of what has fewer axes, or a single entry along the first.
-
-        Of what is alike, arguments of the model are the last.
-        """
+        """Take back one assumption: of what has fewer axes, or a single entry along the first."""
         batched = [
             (len(shape or ()), layout.dims, layout.samples > 1, layout)
             for layout, shape in zip(call.layouts_in, call.shape_in, strict=True)
@@ -366,8 +344,9 @@ class FunctionDerivatives(AutomaticDerivatives):
 
 def _advice(call: Call) -> str:
     """Return what to do about rows of graphs, or about what a loop has computed of one sample."""
-    advice = ""
-    if getattr(call.module, "name", None) in BY_INDICES and any(map(_is_index, call.inputs)):
+    advice, tensors = "", [x for x in call.inputs if isinstance(x, Tensor) and x.dim()]
+    has_indices = any(x.dtype in (torch.int64, torch.int32) for x in tensors)
+    if has_indices and getattr(call.module, "name", None) in BY_INDICES:
         advice = f" {NODES_OF_GRAPHS}"
     read = [len(shape) for shape in call.shape_in if shape is not None]
     if len(read) < 2 or max(read) >= min(map(len, call.shape_out)):
@@ -376,15 +355,6 @@ def _advice(call: Call) -> str:
         " Where a loop calls a module for one sample at a time, keep the axis of the batch: "
         "torch.cat([layer(row.unsqueeze(0)) for row in x]), or layer(x) at once."
     )
-
-
-def _is_index(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dim() > 0 and x.dtype in (torch.int64, torch.int32)
-
-
-def moves_entries(module: Module) -> bool:
-    """Return whether a module stands for a function whose results are entries of its argument."""
-    return isinstance(module, FunctionModule) and treatment_by(module) in (MOVES, RESHAPES)
 
 
 def refuse_totals(call: Call) -> None:

@@ -13,9 +13,9 @@ from torch.nn import Parameter
 
 from backpack.core import fast
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.derivatives.by_autograd import transposed
+from backpack.core.derivatives.by_autograd import moves_entries, transposed
 from backpack.core.derivatives.facts import always, never
-from backpack.core.derivatives.function_derivatives import FunctionDerivatives, moves_entries
+from backpack.core.derivatives.function_derivatives import FunctionDerivatives
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.generators import draws_nothing
@@ -29,15 +29,11 @@ from backpack.custom_module.products import MulModule
 from backpack.custom_module.slicing import Slicing
 
 
-class ReindexingDerivatives(FunctionDerivatives):
-    """Each entry of the output is one of the input: an affine function."""
+@register(Permute)
+class PermuteDerivatives(FunctionDerivatives):
+    """``y = x.permute(dims)``: tangents are permuted likewise, cotangents back."""
 
     hessian_is_zero = is_deterministic = always
-
-
-@register(Permute)
-class PermuteDerivatives(ReindexingDerivatives):
-    """``y = x.permute(dims)``: tangents are permuted likewise, cotangents back."""
 
     @fast.body("Axes are permuted, without autograd.", "evaluate")
     def jvp(self, c: Context, t: Tensor) -> Tensor:
@@ -56,8 +52,10 @@ class PermuteDerivatives(ReindexingDerivatives):
 
 
 @register(Slicing)
-class SlicingDerivatives(ReindexingDerivatives):
+class SlicingDerivatives(FunctionDerivatives):
     """``y = x[slices]``: cotangents are put where the entries were, into zeros."""
+
+    hessian_is_zero = is_deterministic = always
 
     @fast.body("Columns are sliced together.", "evaluate")
     def vjp(self, c: Context, v: Tensor) -> Tensor:
@@ -127,16 +125,11 @@ def _summed(c: Context, i: int, axis: int, v: Tensor) -> Tensor:
             whole = v.new_zeros(*v.shape[:2], shape[own], *v.shape[2:])
             places = rows.reshape(1, -1, 1, *[1] * (v.dim() - 2)).expand_as(v.unsqueeze(2))
             v = whole.scatter(2, places, v.unsqueeze(2)).movedim(2, axis + 2)
-    extra = v.dim() - skip - len(shape)
-    new = tuple(range(skip, skip + extra))
-    expanded = tuple(
-        k + skip + extra
-        for k, size in enumerate(shape)
-        if size == 1 and v.shape[k + skip + extra] != 1
-    )
+    start = v.dim() - len(shape)  # v has the selected rows alone
+    expanded = [start + k for k, size in enumerate(shape) if size == 1 and v.shape[start + k] != 1]
     if expanded:
         v = v.sum(expanded, keepdim=True)
-    return v.sum(new) if new else v
+    return v.sum([*range(skip, start)]) if start > skip else v
 
 
 @register(SumModule)
@@ -212,11 +205,6 @@ class MulModuleDerivatives(BroadcastingDerivatives):
         return lambda xs, v, i: reduce(torch.mul, (*xs[:i], *xs[i + 1 :]), v)
 
 
-# Losses that stay functions if weights are given: a mean is that over the weights of the targets.
-WEIGHTED_MEANS = frozenset({"cross_entropy", "nll_loss"})
-
-
-# What multiplies matrices, or batches of them.
 MATRIX_PRODUCTS = frozenset(
     {torch.matmul, Tensor.matmul, "matmul", operator.matmul, torch.bmm, Tensor.bmm, "bmm"}
 )
@@ -250,8 +238,9 @@ class AnyFunctionDerivatives(BroadcastingDerivatives):
 
     def divides_by_targets(self, call: Call) -> bool:
         """Return whether it is the mean of a loss over weights that are arguments."""
-        module = call.module
-        if not isinstance(module, FunctionModule) or module.name not in WEIGHTED_MEANS:
+        module: Any = call.module
+        # losses that stay functions if weights are given
+        if getattr(module, "name", None) not in ("cross_entropy", "nll_loss"):
             return False
         options = [*module.args, *module.kwargs.values()]
         return call.shape_out == ((),) and "sum" not in [x for x in options if isinstance(x, str)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import Size, Tensor
@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from backpack.context import disable
 from backpack.core.derivatives.automatic import with_gradients
-from backpack.core.derivatives.conditions import Known, once
+from backpack.core.derivatives.conditions import once
 from backpack.core.derivatives.evaluation import Evaluation, alone, quietly
 from backpack.core.derivatives.facts import always
 from backpack.core.derivatives.function_derivatives import FunctionDerivatives, refuse_totals
@@ -33,31 +33,21 @@ from backpack.utils.warning import warn
 class UnknownModuleDerivatives(FunctionDerivatives):
     """Any leaf, with one warning for its class.
 
-    It may have parameters, buffers and options, and any number of tensor inputs and outputs. What
-    it computes may depend on its state, so nothing is taken for granted: before the derivatives of
-    a call are used, it is evaluated again, and for one sample alone.
+    What it computes may depend on its state, so nothing is taken for granted: before the
+    derivatives of a call are used, it is evaluated again, and for one sample alone.
     """
 
     _may_change_attributes = True
     is_curved = always  # whether the function is affine may depend on the state of the module
     _warned: ClassVar[WeakSet[type[Module]]] = WeakSet()
-    _mixing: ClassVar[Known] = WeakKeyDictionary()
-    _moving: ClassVar[Known] = WeakKeyDictionary()
 
     def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
-        """Return the output for other inputs and parameters; neither they nor buffers change.
-
-        Derivatives may be a part of it: the forward pass was in gradient mode.
-        """
+        """Return the output for other inputs and parameters, of which derivatives may be a part."""
         with torch.enable_grad():
             return super().evaluate(c, params, *with_gradients(inputs, c.saved["needed"]))
 
     def layouts(self, call: Call) -> list[Layout | None]:
-        """Find where the samples are in the outputs: in the same place, else by trying.
-
-        Raises:
-            ValueError: If every output entry depends on several samples.
-        """
+        """Find where the samples are in the outputs: in the same place, else by trying."""
         refuse_totals(call)
         call.note("affine", False)
         call.set_layouts_in(
@@ -83,14 +73,11 @@ class UnknownModuleDerivatives(FunctionDerivatives):
         return [main if shape else None for shape in call.shape_out]
 
     def _moves_samples(self, call: Call, main: Layout) -> bool:
-        """Whether an output that has several axes of as many entries has the samples elsewhere.
-
-        Found out once for each state of a module and shape: one sample alone tells its axis.
-        """
+        """Whether one sample alone tells that an output has the samples along another axis."""
         if main.samples == 1 or all(shape.count(main.samples) < 2 for shape in call.shape_out):
             return False
-        key = (call.shape_in, call.training, main.facts)
-        return bool(once(self._moving, call, key, partial(self._is_first_elsewhere, call)))
+        key = ("moves", call.shape_in, call.training, main.facts)
+        return bool(once(call, key, partial(self._is_first_elsewhere, call)))
 
     def _is_first_elsewhere(self, call: Call) -> bool:
         """Whether the outputs of the first sample alone have its axis, at one of them elsewhere."""
@@ -120,8 +107,8 @@ class UnknownModuleDerivatives(FunctionDerivatives):
 
     def couples_samples_unseen(self, call: Visit) -> bool | None:
         """Return whether samples are mixed; found out once for each state of a module and shape."""
-        key = (call.shape_in, call.training)
-        return once(self._mixing, call, key, partial(self._meet, call))
+        key = ("mixes", call.shape_in, call.training)
+        return once(call, key, partial(self._meet, call))
 
     def _meet(self, call: Visit) -> bool | None:
         evaluation = self._evaluation(context_of(call, check=False))
@@ -141,29 +128,26 @@ class UnknownModuleDerivatives(FunctionDerivatives):
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""
         saved, module = c.saved, c.module
         reason = super().unsupported_reason(c)
-        if reason is None and not saved.get("one_row", True):
-            reason = (
+        if reason is not None:
+            return reason
+        if not saved.get("one_row", True):
+            return (
                 f"{describe(module)} returns several rows for each sample. Reshape outside of the "
                 "module, or register derivatives (backpack.core.derivatives.register)."
             )
-        if reason is None and "independent" not in saved:
+        if "independent" not in saved:
             evaluation = self._evaluation(c)
-            batched = any(axis is not None for axis in evaluation.axes_out)
-            saved["independent"] = not batched or evaluation.is_independent()
-        if reason is None and not saved["independent"]:
-            reason = (
-                f"{describe(module)} mixes the samples of the batch, so its derivatives cannot be "
-                "computed automatically. Use eval() if that helps, or register derivatives that "
-                "say so (backpack.core.derivatives.register, couples_samples)."
-            )
-        return reason
+            saved["independent"] = not evaluation.has_samples or evaluation.is_independent()
+        if saved["independent"]:
+            return None
+        return (
+            f"{describe(module)} mixes the samples of the batch, so its derivatives cannot be "
+            "computed automatically. Use eval() if that helps, or register derivatives that say so "
+            "(backpack.core.derivatives.register, couples_samples)."
+        )
 
     def evaluation(self, c: Context) -> Evaluation:
-        """Return how to evaluate the call at hand again.
-
-        Raises:
-            NotImplementedError: If it mixes the samples of the batch, or is random.
-        """
+        """Return how to evaluate the call at hand again, with a warning."""
         evaluation, module = super().evaluation(c), c.module
         if type(module) not in self._warned:
             self._warned.add(type(module))
@@ -176,10 +160,7 @@ class UnknownModuleDerivatives(FunctionDerivatives):
 
 
 def _narrowed_axis(shape: Size, whole: Size) -> int | None:
-    """Return the one axis of which a tensor has an entry where another has several, if it is one.
-
-    Rows that are compared with each other, ``x @ x.T``, have two.
-    """
+    """Return the axis of which a tensor has an entry where another has several, if it is one."""
     if len(shape) != len(whole):
         return None
     axes = [i for i, (one, several) in enumerate(zip(shape, whole, strict=True)) if one != several]

@@ -21,6 +21,8 @@ VMAP = fast.path("samples by vmap", "Autograd differentiates for many samples at
 # Entries of inputs and outputs of the samples that vmap treats at once, times vectors.
 CHUNK_ENTRIES = 2**24
 Several = Sequence[Tensor | None]  # tensors, None for zero
+# Inputs (by number) and parameters (by name), or tangents by these: for second derivatives.
+Keys = Sequence[Any] | Mapping[Any, Tensor]
 # Combines with weights of the vectors and of the samples: ``[1, *]`` by key.
 Combined = Callable[[Tensor, Tensor], Mapping[Any, Tensor | None]]
 
@@ -36,10 +38,11 @@ def _drawn_weights(count: int) -> Tensor:
 
 
 def pull_back(
-    ys: Sequence[Tensor], xs: Sequence[Tensor], mats: Several, create_graph: bool
+    ys: Several, xs: Sequence[Tensor], mats: Several, create_graph: bool
 ) -> list[Tensor | None]:
     """Apply the transposed Jacobian of ``ys`` with respect to ``xs`` to V vectors at once."""
-    pairs = [(y, m) for y, m in zip(ys, mats, strict=True) if m is not None and y.requires_grad]
+    pairs = [(y, m) for y, m in zip(ys, mats, strict=True) if y is not None and m is not None]
+    pairs = [(y, m) for y, m in pairs if y.requires_grad]
     if not pairs:
         return [None] * len(xs)
     outs, vectors = [y for y, _ in pairs], [m for _, m in pairs]
@@ -120,10 +123,7 @@ def are_right(
 
 
 def _agree(found: Several, exact: Several, of: Sequence[Any]) -> bool:
-    """Compare values, and their derivatives with respect to tensors if they have a graph.
-
-    These may be wrong (of layer_norm, twice) though the values are right.
-    """
+    """Compare values, and their derivatives, which may be wrong all the same (of layer_norm)."""
     are_close = _are_close(found, exact)
     return are_close and (not torch.is_grad_enabled() or _have_close_slopes(found, exact, of))
 
@@ -136,10 +136,7 @@ def _are_close(some: Several, others: Several) -> bool:
 
 
 def _have_close_slopes(some: Several, others: Several, of: Sequence[Any]) -> bool:
-    """Compare derivatives along random vectors.
-
-    If torch has none of the others, there is nothing to be wrong.
-    """
+    """Compare derivatives along random vectors, if torch has those of the others."""
     leaves = [x for x in of if isinstance(x, Tensor) and x.requires_grad]
     pairs = zip(some, others, strict=True)
     known = [(x, y) for x, y in pairs if x is not None and y is not None]
@@ -166,69 +163,38 @@ def _have_close_slopes(some: Several, others: Several, of: Sequence[Any]) -> boo
 
 
 def products(
-    evaluation: Evaluation, mats: Several, keys: Sequence[Any], inputs: Sequence[Any]
-) -> dict[Any, Tensor | None]:
-    """Apply the transposed Jacobian for each sample apart: ``[V, N, *]`` for each key."""
-    sampled = [i for i, axis in enumerate(evaluation.axes_in) if axis is not None]
+    evaluation: Evaluation, mats: Several, keys: Keys, inputs: Sequence[Any]
+) -> dict[Any, Tensor]:
+    """As ``by_autograd.transposed_products``, but for each sample apart: ``[V, N, *]`` by key."""
+    sampled = {i: axis for i, axis in enumerate(evaluation.axes_in) if axis is not None}
     used = [j for j, m in enumerate(mats) if m is not None]
-    axes_in: Any = evaluation.axes_in
     axes_out: Any = evaluation.axes_out
+    tangents = dict(keys) if isinstance(keys, Mapping) else {}
 
-    def of_sample(values: Values, xs: list[Tensor], vectors: list[Tensor]) -> Any:
-        leaves = list(inputs)
-        for i, x in zip(sampled, xs, strict=True):
-            leaves[i] = x.unsqueeze(axes_in[i])
-
+    def of_sample(others: Values, xs: Values, at_outputs: list[Tensor], along: Values) -> Any:
         def outputs(values: Values) -> list[Tensor]:
-            ys = evaluation.outputs(values, leaves)
+            leaves = list(inputs)
+            for i, axis in sampled.items():
+                leaves[i] = values.get(i, xs[i]).unsqueeze(axis)
+            ys = evaluation.outputs({k: v for k, v in values.items() if k not in xs}, leaves)
             return [ys[j].squeeze(axes_out[j]) for j in used]
 
-        pull: Any = torch.func.vjp(outputs, values)[1]
-        return torch.vmap(lambda *v: pull(list(v))[0])(*vectors)
+        def total(values: Values) -> Tensor:
+            pairs = zip(outputs(values), at_outputs, strict=True)
+            return torch.stack([(y * g).sum() for y, g in pairs]).sum()
 
-    values = {key: evaluation.value(key) for key in keys}
-    xs = [inputs[i] for i in sampled]
-    vectors: Any = [mats[j] for j in used]
-    dims = (None, [axes_in[i] for i in sampled], [axes_out[j] + 1 for j in used])
-    size = chunk(evaluation, len(vectors[0]))
-    return torch.vmap(of_sample, in_dims=dims, out_dims=1, chunk_size=size)(values, xs, vectors)
+        values = {key: xs[key] if key in xs else others[key] for key in keys}
+        linear = torch.func.vjp(torch.func.grad(total) if along else outputs, values)[1]
+        return torch.vmap(lambda v: linear(v)[0])(along or at_outputs)
 
-
-def second_products(
-    evaluation: Evaluation, g_out: Several, tangents: Mapping[Any, Tensor], inputs: Sequence[Any]
-) -> dict[Any, Tensor]:
-    """Apply the second derivative for each sample apart: ``[V, N, *]`` for each key."""
-    sampled = [i for i, axis in enumerate(evaluation.axes_in) if axis is not None]
-    used = [j for j, g in enumerate(g_out) if g is not None]
-    axes_in: Any = evaluation.axes_in
-    axes_out: Any = evaluation.axes_out
-    batched = [key for key in tangents if evaluation.axis(key) is not None]
-
-    def of_sample(xs: list[Tensor], gs: list[Tensor], ts: Values, others: Values) -> Values:
-        own = dict(zip(sampled, xs, strict=True))
-
-        def weighted(values: Values) -> Tensor:
-            leaves = list(inputs)
-            for i in sampled:
-                leaves[i] = values.get(i, own[i]).unsqueeze(axes_in[i])
-            ys = evaluation.outputs({k: v for k, v in values.items() if k not in batched}, leaves)
-            terms = [(ys[j].squeeze(axes_out[j]) * g).sum() for j, g in zip(used, gs, strict=True)]
-            return torch.stack(terms).sum()
-
-        def along(t: Values) -> Callable[[Values], Tensor]:
-            def slope(values: Values) -> Tensor:
-                gradient = torch.func.grad(weighted)(values)
-                return torch.stack([(gradient[k] * t[k]).sum() for k in t]).sum()
-
-            return slope
-
-        point = {**{i: own[i] for i in batched}, **others}
-        return torch.vmap(lambda t: torch.func.grad(along(t))(point))(ts)
-
-    others = {k: evaluation.value(k) for k in tangents if k not in batched}
-    of_tangents = {k: axes_in[k] + 1 if k in batched else None for k in tangents}
-    dims = [axes_in[i] for i in sampled], [axes_out[j] for j in used], of_tangents, None
-    gs: Any = [g_out[j] for j in used]
-    size = chunk(evaluation, len(next(iter(tangents.values()))))
-    mapped = torch.vmap(of_sample, in_dims=dims, out_dims=1, chunk_size=size)
-    return mapped([inputs[i] for i in sampled], gs, dict(tangents), others)
+    others = {key: evaluation.value(key) for key in keys if key not in sampled}
+    at_outputs: Any = [mats[j] for j in used]
+    axes = [axes_out[j] + (0 if tangents else 1) for j in used]
+    of_tangents = {key: sampled[key] + 1 if key in sampled else None for key in tangents}
+    mapped = torch.vmap(
+        of_sample,
+        in_dims=(None, sampled, axes, of_tangents),
+        out_dims=1,
+        chunk_size=chunk(evaluation, len(next(iter(tangents.values()), at_outputs[0]))),
+    )
+    return mapped(others, {i: inputs[i] for i in sampled}, at_outputs, tangents)
