@@ -7,30 +7,24 @@ are given the context: they show the tensors of the call, and check the shapes o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
 from typing import Any, NamedTuple
 
 from torch import Size, Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.vectors import first_of
+from backpack.core.derivatives.vectors import first_of, listed
 from backpack.core.record.context import Context
 from backpack.core.record.module_state import describe
 
 
 class Form(NamedTuple):
-    """How a method of a user's rule is called.
+    """How a method of a user's rule is called."""
 
-    Attributes:
-        method: Name of our method, which has the context instead of the module.
-        own_arguments: Names of the arguments that our method has behind the context.
-        arguments: Names of the arguments that the user's method has.
-    """
-
-    method: str
-    own_arguments: tuple[str, ...]
-    arguments: tuple[str, ...]
+    method: str  # ours, which has the context instead of the module
+    own_arguments: tuple[str, ...]  # of our method, behind the context
+    arguments: tuple[str, ...]  # of the user's method
 
 
 def _form(method: str, own_arguments: str, arguments: str) -> Form:
@@ -112,7 +106,7 @@ def translations(name: str, function: Any) -> list[tuple[str, Any]]:
             return []
         arguments = _PARAM if found[2] else _PRODUCT
         form = _form(found[1] + ("_vjp" if found[2] else "_jvp"), "mat", arguments)
-    elif form.method == name and "module" not in _arguments(function):
+    elif form.method == name and "module" not in signature(function).parameters:
         return []
     if "sum_batch" not in form.arguments:
         return [(form.method, _translated(name, function, form))]
@@ -122,17 +116,9 @@ def translations(name: str, function: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def _arguments(function: Any) -> Iterable[str]:
-    """Return the names of a function's arguments, without ``signature``, which takes long."""
-    code = getattr(function, "__code__", None)
-    if code is None or hasattr(function, "__wrapped__"):
-        return signature(function).parameters
-    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-
-
 def _translated(name: str, function: Callable[..., Any], form: Form, **options: Any) -> Any:
     """Return our method that calls that of a user's rule."""
-    check = _check_of(form)
+    is_checked = form.method.endswith(("vjp", "jvp", "hvp", "hessian_diag"))
 
     def method(self: Any, c: Context, *arguments: Any) -> Any:
         values: dict[str, Any] = dict.fromkeys(form.own_arguments)  # optional ones are None
@@ -141,71 +127,50 @@ def _translated(name: str, function: Callable[..., Any], form: Form, **options: 
         with c.shown() as module:
             values["module"] = module
             result = function(self, *[values[key] for key in form.arguments])
-        if check is None:
+        if not is_checked:
             return result
-        check(self, name, c, values, result)
-        return tuple(result) if isinstance(result, list) else result
+        result = tuple(result) if isinstance(result, list) else result
+        for part, shape in _expected(self, name, form, c, values, result):
+            _check_same(self, name, c.module, shape, part)
+        return result
 
     method.translates = name  # type: ignore[attr-defined]
     return method
 
 
-# What methods of users return. Several tensors may be a list: rules are given lists, too.
-Values = Mapping[str, Any]  # of arguments
-
-
-def _check_of(form: Form) -> Callable[..., None] | None:
-    """Return what refuses the wrong shapes that a method of a user's rule may return."""
-    if form.method in ("vjp", "hvp"):
-        return _check_in
-    if form.method == "jvp" or form.method.endswith("_jvp"):
-        return _check_out
+def _expected(
+    rule: Any, name: str, form: Form, c: Context, values: Mapping[str, Any], result: Any
+) -> Iterator[tuple[Any, list[int]]]:
+    """Yield what a method of a user's rule has returned, and the shapes that it should have."""
+    parts = result if isinstance(result, tuple) else [result]
     if form.method == "hessian_diag":
-        return _check_diagonal
-    return _check_parameter if "sum_batch" in form.arguments else None
-
-
-def _check_in(rule: Any, name: str, c: Context, values: Values, result: Any) -> None:
-    """Refuse what has not the inputs' shapes; some of several may be None, for zero."""
-    parts = result if isinstance(result, (list, tuple)) else [result]
-    nothing = all(part is None for part in parts)
-    for i, (part, x) in enumerate(zip(parts, c.inputs, strict=False)):
-        if not isinstance(x, Tensor) or rule.has_sample_tangents(c.call, i):
-            continue
-        if part is None and not (nothing and x.is_floating_point()):
-            continue
-        shape = rule.shape_of_rows(x.shape, rule.axis_in(c, i), c.rows)
-        _check_same(rule, name, c.module, [len(first_of(values["mat"])), *shape], part)
-
-
-def _check_out(rule: Any, name: str, c: Context, values: Values, result: Any) -> None:
-    """Refuse what has not the outputs' shapes."""
-    parts = result if isinstance(result, (list, tuple)) else [result]
-    for shape, part in zip(rule.shapes_out(c), parts, strict=False):
-        _check_same(rule, name, c.module, [len(first_of(values["mat"])), *shape], part)
-    if len(parts) != len(c.outputs):
-        raise ValueError(
-            f"{type(rule).__name__}.{name} at {describe(c.module)} should return a tensor for "
-            f"each of {len(c.outputs)} outputs, got {len(parts)}."
-        )
-
-
-def _check_diagonal(rule: Any, name: str, c: Context, values: Values, result: Any) -> None:
-    """Refuse the diagonal of a second derivative, if it has not the input's shape."""
-    shape, axis, grad = c.input.shape, rule.axis_in(c, 0), first_of(c.grad_out)
-    if grad.dim() > c.output.dim():  # of samples, at a tensor without them
-        shape, axis = Size([len(grad), *shape]), 0
-    _check_same(rule, name, c.module, [*rule.shape_of_rows(shape, axis, c.rows)], result)
-
-
-def _check_parameter(rule: Any, name: str, c: Context, values: Values, result: Any) -> None:
-    """Refuse what has not the parameter's shape, with or without samples."""
-    v = values["mat"]
-    mat = first_of(v)
-    i = 0 if mat is v else next(i for i, m in enumerate(v) if m is not None)
-    param = values.get("param_str") or name[1 : -len("_jac_t_mat_prod")]
-    rows = [] if values["sum_batch"] else [mat.shape[1 + rule.axis_out(c, i)]]
-    _check_same(rule, name, c.module, [len(mat), *rows, *rule.parameter(c, param).shape], result)
+        shape, axis, grad = c.input.shape, rule.axis_in(c, 0), first_of(c.grad_out)
+        if grad.dim() > c.output.dim():  # of samples, at a tensor without them
+            shape, axis = Size([len(grad), *shape]), 0
+        yield result, [*rule.shape_of_rows(shape, axis, c.rows)]
+        return
+    vectors, mat = listed(values["mat"]), first_of(values["mat"])
+    if "sum_batch" in form.arguments:
+        i = next(i for i, m in enumerate(vectors) if m is not None)
+        param = values.get("param_str") or name[1 : -len("_jac_t_mat_prod")]
+        rows = [] if values["sum_batch"] else [mat.shape[1 + rule.axis_out(c, i)]]
+        yield result, [len(mat), *rows, *rule.parameter(c, param).shape]
+    elif form.method.endswith("jvp"):
+        for shape, part in zip(rule.shapes_out(c), parts, strict=False):
+            yield part, [len(mat), *shape]
+        if len(parts) != len(c.outputs):
+            raise ValueError(
+                f"{type(rule).__name__}.{name} at {describe(c.module)} should return a tensor for "
+                f"each of {len(c.outputs)} outputs, got {len(parts)}."
+            )
+    else:  # some of several may be None, for zero
+        nothing = all(part is None for part in parts)
+        for i, (part, x) in enumerate(zip(parts, c.inputs, strict=False)):
+            if not isinstance(x, Tensor) or rule.has_sample_tangents(c.call, i):
+                continue
+            if part is not None or (nothing and x.is_floating_point()):
+                shape = rule.shape_of_rows(x.shape, rule.axis_in(c, i), c.rows)
+                yield part, [len(mat), *shape]
 
 
 def _check_same(rule: Any, name: str, module: Module, shape: list[int], got: Any) -> None:
