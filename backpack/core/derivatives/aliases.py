@@ -28,24 +28,22 @@ NAMED_ALIKE = (
     *(nn.Dropout, nn.Flatten, nn.ZeroPad2d, Pad, Permute, Slicing),
     *(nn.LSTM, nn.RNN, nn.MSELoss),
 )
+# ``conv1d.Conv1DDerivatives`` and the like.
+OF_EACH_DIMENSION = {
+    **{"avgpool": "AvgPool", "maxpool": "MaxPool"},
+    **{"conv": "Conv", "conv_transpose": "ConvTranspose"},
+}
 SERVED: dict[str, dict[str, type[nn.Module]]] = {
     **{each.__name__.lower(): {f"{each.__name__}Derivatives": each} for each in NAMED_ALIKE},
-    "avgpool1d": {"AvgPool1DDerivatives": nn.AvgPool1d},
-    "avgpool2d": {"AvgPool2DDerivatives": nn.AvgPool2d},
-    "avgpool3d": {"AvgPool3DDerivatives": nn.AvgPool3d},
+    **{
+        f"{file}{n}d": {f"{kind}{n}DDerivatives": getattr(nn, f"{kind}{n}d")}
+        for file, kind in OF_EACH_DIMENSION.items()
+        for n in (1, 2, 3)
+    },
     "bcewithlogitsloss": {
         "BCELossWithLogitsDerivatives": nn.BCEWithLogitsLoss,
         "BCEWithLogitsLossDerivatives": nn.BCEWithLogitsLoss,
     },
-    "conv1d": {"Conv1DDerivatives": nn.Conv1d},
-    "conv2d": {"Conv2DDerivatives": nn.Conv2d},
-    "conv3d": {"Conv3DDerivatives": nn.Conv3d},
-    "conv_transpose1d": {"ConvTranspose1DDerivatives": nn.ConvTranspose1d},
-    "conv_transpose2d": {"ConvTranspose2DDerivatives": nn.ConvTranspose2d},
-    "conv_transpose3d": {"ConvTranspose3DDerivatives": nn.ConvTranspose3d},
-    "maxpool1d": {"MaxPool1DDerivatives": nn.MaxPool1d},
-    "maxpool2d": {"MaxPool2DDerivatives": nn.MaxPool2d},
-    "maxpool3d": {"MaxPool3DDerivatives": nn.MaxPool3d},
     "scale_module": {"ScaleModuleDerivatives": ScaleModule},
     "sum_module": {"SumModuleDerivatives": SumModule},
 }

@@ -44,10 +44,7 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         return c.x.softmax(1)
 
     def _scale(self, c: Context) -> Tensor:
-        """Return the factor a in front of ``diag(p) - p pᵀ``: ``[N, 1, *d]``.
-
-        It is asked for before :meth:`p`, which has no axis 1 to sum over without a batch axis.
-        """
+        """Return the factor a in front of ``diag(p) - p pᵀ``: ``[N, 1, *d]``. Asked before p."""
         x, y = c.input, _target(c.inputs)
         if x.dim() < 2:
             raise ValueError(
@@ -185,20 +182,14 @@ def _target(inputs: Sequence[Any]) -> Tensor:
 
 
 def _drawn(p: Tensor, count: int) -> Tensor:
-    """Draw classes with probabilities p: ``[N, C, *d] -> [count, N, 1, *d]``.
-
-    By inversion: class k if a uniform number is between the sums of the first k and k + 1 of them.
-    """
+    """Draw classes with probabilities p by inversion: ``[N, C, *d] -> [count, N, 1, *d]``."""
     sums = p.to(torch.promote_types(p.dtype, torch.float32)).cumsum(1)
     uniform = torch.rand(count, len(p), 1, *p.shape[2:], dtype=sums.dtype, device=p.device)
     return (sums[:, :-1] <= uniform * sums[:, -1:]).sum(2, keepdim=True)
 
 
 def _with_positions_apart(columns: Tensor) -> Tensor:
-    """Give each position columns of its own: ``[V, N, C, *d] -> [D·V, N, C, *d]``.
-
-    In this order, those that start at an early step of a sequence are next to each other.
-    """
+    """Give each position columns, by position: ``[V, N, C, *d] -> [D·V, N, C, *d]``."""
     if columns.shape[3:].numel() == 1:
         return columns
     apart = torch.diag_embed(columns.flatten(3), dim1=0, dim2=4)  # [D, V, N, C, D]

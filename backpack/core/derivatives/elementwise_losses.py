@@ -139,11 +139,6 @@ def drawn(sample: Any, parameter: Tensor, mc_samples: int) -> Tensor:
     return sample(parameter.detach().expand(mc_samples, *parameter.shape))
 
 
-# --------------------------------------------------------------------------------------
-# Regression
-# --------------------------------------------------------------------------------------
-
-
 @register(nn.MSELoss)
 class MSELossDerivatives(ElementwiseLossDerivatives):
     """Derivatives of ``torch.nn.MSELoss``, ``l = (f - y)²``: the Hessian is ``2 c I``."""
@@ -266,11 +261,6 @@ class PoissonNLLLossDerivatives(ElementwiseLossDerivatives):
 
     def _rate(self, c: Context, x: Tensor) -> Tensor:
         return x.exp() if c.module.log_input else x + c.module.eps
-
-
-# --------------------------------------------------------------------------------------
-# Classification
-# --------------------------------------------------------------------------------------
 
 
 @register(nn.BCELoss)

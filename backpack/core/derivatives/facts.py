@@ -73,9 +73,9 @@ class Facts(SampleAxes):
     tells_linearity: ClassVar[bool] = False
 
     def hessian_is_zero(self, module: Module) -> bool:
-        """Return whether the output is an affine (or piecewise affine) function of the input.
+        """Return whether the output is a (piecewise) affine function of the input.
 
-        False where a rule does not say so: then :meth:`is_curved` finds out for each call.
+        False: :meth:`is_curved` finds out for each call.
         """
         return False
 
@@ -117,10 +117,7 @@ class Facts(SampleAxes):
         return module._parameters
 
     def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
-        """Return the parameters whose gradient takes autograd a product that can be elided.
-
-        ``wanted`` are the quantities that are extracted from individual gradients.
-        """
+        """Return parameters whose gradient can be elided where ``wanted`` is extracted."""
         return ()
 
     def kernel_overrides(
@@ -128,21 +125,13 @@ class Facts(SampleAxes):
     ) -> Sequence[KernelOverride] | None:
         """Return what takes the place of kernels, so that they compute no parameter's gradient.
 
-        Args:
-            visit: The call in the backward pass.
-            nodes: Nodes of the graph, among them all between the call's outputs and its inputs.
-            elided: Parameters whose gradients autograd need not compute, for all that is known.
-
-        Returns:
-            Overrides for some of the nodes; None if the call's parameters are not to be elided.
+        ``nodes`` have all that are between the call's outputs and inputs. None if none of the
+        parameters whose gradients autograd need not compute is to be elided.
         """
         return []
 
     def repeats_output(self, call: Call) -> bool:
-        """Return whether calling ``forward`` again in the same mode gives the same output.
-
-        It changes nothing, either. A large output that no formula reads is then not kept.
-        """
+        """Return whether calling ``forward`` again repeats the output, which need not be kept."""
         return False
 
     def reads_inputs(self, call: Call) -> bool:
@@ -150,19 +139,15 @@ class Facts(SampleAxes):
         return self.reads_input
 
     def autograd_stores(self, call: Call) -> bool:
-        """Return whether autograd has stored tensors of a call, which a backward pass frees.
+        """Return whether autograd has stored tensors of a call; large ones are freed with them.
 
-        Large tensors of the call are then freed with them. Default: those of a layer whose output
-        is repeated, if the gradient of its weight or its input is computed.
+        Default: those of a layer whose output is repeated, if weight or input have a gradient.
         """
         repeats = self.repeats_output(call)
         return repeats and ("weight" in call.params or call.origins_in[0] is not None)
 
     def param_vjp_reads_inputs_alone(self, module: Module, name: str) -> bool:
-        """Return whether products of a parameter read cotangents and inputs, no values beside.
-
-        Individual gradients may then be multiplied after the parameter was changed.
-        """
+        """Return whether products of a parameter may be formed after parameters have changed."""
         return False
 
     def reaches_one_output(self, call: Call) -> bool:
@@ -172,7 +157,7 @@ class Facts(SampleAxes):
     def is_linear_in_params(self, module: Module) -> bool:
         """Return whether the output is an affine function of each parameter.
 
-        False where a rule does not say so: then :meth:`bends_params` finds out for each call.
+        False: :meth:`bends_params` finds out for each call.
         """
         return False
 

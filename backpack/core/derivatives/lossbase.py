@@ -5,12 +5,10 @@ Letters: the prediction has shape ``[N, *d]`` with D entries for a sample; a fac
 to the prediction of sample n. If several inputs are predictions (:meth:`~BaseLossDerivatives.
 predictions`), what is one tensor here becomes a tuple with one entry (or None) for each input.
 
-For most losses the matrix of the GGN is that Hessian. :meth:`~BaseLossDerivatives.hessian_root`,
-:meth:`~BaseLossDerivatives.ggn_product` and :meth:`~BaseLossDerivatives.hessian_sum` are
-about the GGN, which is positive semidefinite or an error;
-:meth:`~BaseLossDerivatives.signed_hessian_root` and :meth:`~BaseLossDerivatives.hessian_product`
-are about the Hessian, whatever its sign. The two differ only where a rule says so
-(:class:`~backpack.core.derivatives.crossentropyloss.NLLLossDerivatives`).
+For most losses the matrix of the GGN is that Hessian. ``hessian_root``, ``ggn_product`` and
+``hessian_sum`` are about the GGN, which is positive semidefinite or an error;
+``signed_hessian_root`` and ``hessian_product`` are about the Hessian, whatever its sign. The two
+differ only where a rule says so (``NLLLossDerivatives``).
 """
 
 from __future__ import annotations
@@ -79,10 +77,7 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
     # ------------------------------------------------------------------ the Hessian
 
     def hessian_root(self, c: Context) -> Any:
-        """Exact factor S of the Hessian, with the root of the reduction's factor: ``[V, N, *d]``.
-
-        Only where :meth:`need_convex` has no objection.
-        """
+        """Exact factor S of a Hessian that :meth:`need_convex` does not refuse: ``[V, N, *d]``."""
         raise NotImplementedError(f"{type(self).__name__} has no sqrt_hessian (hessian_root).")
 
     def thin_hessian_root(self, c: Context) -> Any:
@@ -103,11 +98,7 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
         raise NotImplementedError(f"{type(self).__name__} has no sqrt_hessian_sampled.")
 
     def drawn_hessian_root(self, c: Context, mc_samples: int) -> Any:
-        """Monte-Carlo factor, ``sampled_hessian_root / sqrt(M)`` of the selected rows.
-
-        Raises:
-            NotImplementedError: If the loss is no negative log likelihood.
-        """
+        """Monte-Carlo factor of a likelihood, ``sampled_hessian_root / sqrt(M)`` of some rows."""
         if not self.has_likelihood(c.module):
             raise NotImplementedError(
                 f"{describe(c.module)} is not the negative log likelihood of a distribution that "
@@ -159,11 +150,7 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
     def seen(
         self, call: Visit, inputs: Sequence[Any], outputs: Sequence[Tensor]
     ) -> tuple[list[Any], list[Tensor]]:
-        """Return inputs and output as they are, with chosen rows along the first axis.
-
-        Raises:
-            ValueError: If they are along another one, which a target does not have.
-        """
+        """Return inputs and output as they are, with chosen rows along the first axis."""
         place = place_of_chosen(call) if self.sees_chosen_rows(call.module) else None
         if place is None:
             return super().seen(call, inputs, outputs)

@@ -45,9 +45,7 @@ def memoise(
 ) -> Value:
     """Return the latest result of that name if nothing has changed since, else compute it.
 
-    The tensors that it is computed from are recognised by the memory that they look at, because
-    those who hand them over make new views of it each time. To the facts that it depends on besides
-    belongs the grad mode: with ``create_graph=True`` results have a graph.
+    Tensors are recognised by the memory that they look at, as views of it are made anew each time.
     """
     if not MEMOISED.is_on:
         return compute()

@@ -25,18 +25,13 @@ def torch_loss(kind: type) -> type[Module] | None:
 def num_terms(
     loss_function: Module, output: Any, targets: Sequence[Any], axis_of_samples: Callable[[], int]
 ) -> float:
-    """Return what the mean of a loss divides by, or 1 if it is a sum.
+    """Return what the mean of a loss divides by, or 1 if it is a sum; an error if that is unknown.
 
     That is the number of terms of the loss of a model's output ``[N, *]``: of samples and positions
     for most, of entries for losses such as ``MSELoss``; for targets that are classes, the sum of
     their weights, where ``ignore_index`` counts zero. A loss of your own is the mean over the
     samples, unless it inherits from one of torch and leaves the mean to it; which axis of the
     output has them is asked then.
-
-    Raises:
-        ValueError: If the loss does not say with ``reduction`` whether it is a mean or a sum, it
-            divides by another axis than that of the samples, or several outputs differ in their
-            numbers of samples.
     """
     loss: Any = loss_function
     reduction = getattr(loss, "reduction", None)
