@@ -52,41 +52,29 @@ OTHER_ROWS = (
 
 @dataclass
 class Findings:
-    """Names of what mixes samples or has others, in the order in which it was found.
+    """Names of what mixes samples or has others, in the order in which it was found."""
 
-    Attributes:
-        modules: Modules that mix samples.
-        losses: Losses that do.
-        functions: Functions that mix samples, or move them from the first axis.
-        data: What mixes samples where no gradient passes.
-        single: Losses that read rows of one sample alone, and the number of all samples.
-        chosen: Numbers of samples that losses of chosen rows read.
-        unknown: Functions and modules that cannot be looked at.
-        sizes: Layers whose samples are not as many as those of the model, or of layers behind.
-        split: Layers that read several samples as one row.
-        is_converted: Whether a converted model, whose functions are known, has taken part.
-    """
-
+    # what mixes samples; functions may move them from the first axis as well
     modules: dict[str, None] = field(default_factory=dict)
     losses: dict[str, None] = field(default_factory=dict)
     functions: dict[str, None] = field(default_factory=dict)
-    data: dict[str, None] = field(default_factory=dict)
+    data: dict[str, None] = field(default_factory=dict)  # where no gradient passes
+    unknown: dict[str, None] = field(default_factory=dict)  # what cannot be looked at
+    # losses that read rows of one sample alone, of how many; and samples that have such rows
     single: dict[str, int] = field(default_factory=dict)
     chosen: set[int] = field(default_factory=set)
-    unknown: dict[str, None] = field(default_factory=dict)
+    # layers whose samples are not as many as those of the model, or of layers behind
     sizes: dict[str, None] = field(default_factory=dict)
-    split: dict[str, None] = field(default_factory=dict)
-    is_converted: bool = False
+    split: dict[str, None] = field(default_factory=dict)  # that read several samples as one row
+    is_converted: bool = False  # whether a model whose functions are known has taken part
 
     def tell(
         self, results: Writer, terms: Sequence[str], without_gradient: Sequence[str]
     ) -> dict[str, str]:
         """Warn of results that are not those of samples; return what they are to be marked with.
 
-        Args:
-            results: What the pass has written: without any, there is nothing to warn of.
-            terms: Functions behind the modules that mix samples.
-            without_gradient: What does where no gradient passes: the results are right.
+        Without results, there is nothing to warn of. Functions behind the modules mix samples in
+        ``terms``; what does so where no gradient passes leaves the results right.
         """
         marks: dict[str, str] = {}
         if len(self.chosen) < max(self.single.values(), default=0) and results:

@@ -7,26 +7,27 @@ sample in each entry.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Sequence, Set
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Size, Tensor
 
 from backpack.context import CTX, without_autocast
+from backpack.core.engine.functions_apart import most_samples
 from backpack.core.engine.paths import (
+    Edge,
     HiddenGradients,
     Path,
     describe_structure,
     is_unpacked,
+    is_whole,
     path_above,
     samples_in,
-    touched,
-    vjp,
 )
 from backpack.core.engine.spread import FUSED, kind, saved_tensors, shape_of, spread, words
 from backpack.core.record.origins import RESHAPES, WRAPPERS, is_foreign_function, is_output
+from backpack.hessianfree.graph import nodes_above
 
 # Functions that choose entries, whose choice they store: it depends on all of them.
 SELECTING = words(
@@ -44,8 +45,6 @@ ROWWISE = words("MultiMarginLoss MultilabelMarginLoss")
 KINKED = words("Abs Clamp ClampMax ClampMin Maximum Minimum Relu")
 # Of each entry, but an argument may have fewer entries than the result.
 EXPANDING = words("Add Div Expand Mul Rsub Sub")
-# How many entries of a tensor are looked at.
-ENTRIES = 7
 # How many structures of losses are remembered.
 MOST_KNOWN = 256
 
@@ -53,36 +52,19 @@ MOST_KNOWN = 256
 MEAN = 1
 REDUCTION_OF_NUMBER = {MEAN: "mean", 2: "sum"}
 
-Edge = tuple[Any, int]
-
 
 class LossReduction(NamedTuple):
-    """What a loss does with its terms.
+    """What a loss does with its terms."""
 
-    Attributes:
-        name: ``"mean"`` or ``"sum"``.
-        loss: Name of the loss.
-        shape: That of its prediction, which samples have rows of.
-    """
-
-    name: str
-    loss: str
-    shape: Size
+    name: str  # "mean" or "sum"
+    loss: str  # its name
+    shape: Size  # that of its prediction, which samples have rows of
 
 
 class LossTerms:
     """What the losses say about the samples on which ``backward()`` is called.
 
     What targets do that broadcast, or that are ignored, is looked at if that matters.
-
-    Attributes:
-        mixing: Functions whose results depend on several samples, and are no sum.
-        unknown: Functions for which that cannot be found out.
-        divided: Losses that are divided by a number that depends on the targets of all samples.
-        reduction: That of the only loss, if it is a function of torch whose value it is.
-        leaves: Parameters that functions read themselves, such as those of a penalty, by the name
-            of one that does.
-        hidden: Parameters whose gradients have changed while a function of Python computed its own.
     """
 
     # Structures whose terms depend on one sample each, whatever numbers are stored.
@@ -90,10 +72,14 @@ class LossTerms:
 
     def __init__(self, roots: Sequence[Any], looks_at_targets: bool = False):
         """Look at the graph, before ``backward()`` frees what it stores."""
+        # functions whose results depend on several samples, and are no sum; and may do so
         self.mixing: dict[str, None] = {}
         self.unknown: dict[str, None] = {}
+        # losses that are divided by a number that depends on the targets of all samples
         self.divided: dict[str, None] = {}
+        # that of the only loss, if it is a function of torch whose value it is
         self.reduction: LossReduction | None = None
+        # what functions read themselves, such as a penalty does, by the name of one that does
         self.leaves: dict[Tensor, str] = {}
         self.hidden = HiddenGradients()
         for root in roots:
@@ -118,11 +104,9 @@ class LossTerms:
             # what parameters alone have been made of is a constant to the samples
             depends = {k: m for k, m in path.sources.items() if not m.layout or m.layout.is_batched}
             path = path._replace(sources=depends)
-            if not path.nodes or not path.sources:
+            if not path.nodes or not depends:
                 continue
-            batched = {key: m for key, m in path.sources.items() if samples_in(m)}
-            forms = tuple([None if key in batched else _is_whole(*key) for key in path.sources])
-            structure = slot, forms, describe_structure(path, batched)
+            structure = describe_structure(path)
             if structure in self._known_sums:
                 continue
             with without_autocast():
@@ -178,20 +162,20 @@ class LossTerms:
             edges = [norm.next_functions[0]]  # a sum of squares
         else:
             edges = [(node, slot)]
-        if _most_samples(path, edges, name in ROWWISE, spread) == 1:
+        axes = range(len(shape_of(*edges[0]).shape) - (name in ROWWISE))
+        if most_samples(path, edges, axes, spread) == 1:
             return True
         between = _between(path, [edge[0] for edge in edges])
         names = dict.fromkeys([node.name(), *[n.name() for n in between]])
         text = f"a loss that is not extended ({', '.join(names)})"
         most = None
         if all(map(is_unpacked, between)) and not any(map(is_foreign_function, between)):
-            most = _most_samples(path, edges, name in ROWWISE)
+            most = most_samples(path, edges, axes)
         # what chooses entries depends on those that it leaves out, too
         if most == 1 and any(kind(n) in SELECTING for n in between):
             most = None
         if most is not None and most > 1 and name in KINKED:
-            is_total = math.prod(shape_of(node, slot).shape) == 1
-            most = None if is_total else most
+            most = None if is_whole(node, slot) else most
         sources = path.sources.values()
         if not any(map(samples_in, sources)):  # of values of losses
             sources = path_above(node, slot, opens_losses=True).sources.values()
@@ -284,11 +268,6 @@ def _reduction(node: Any) -> LossReduction | None:
     return LossReduction(name, f"a loss that is not extended ({node.name()})", shape)
 
 
-def _is_whole(node: Any, slot: int) -> bool:
-    """Whether an output has one entry: the value of a loss, which depends on all samples."""
-    return math.prod(shape_of(node, slot).shape) == 1
-
-
 def _carrying(path: Path) -> set[Any]:
     """Return the nodes that have computed something from what recorded calls have returned."""
     readers: dict[Edge | Any, list[Any]] = {}
@@ -309,13 +288,7 @@ def _carrying(path: Path) -> set[Any]:
 def _between(path: Path, nodes: Sequence[Any]) -> list[Any]:
     """Return some nodes of a path and those above them, without nodes that only reshape."""
     inside = set(path.nodes)
-    found: dict[Any, None] = {}
-    stack = list(reversed(nodes))
-    while stack:
-        node = stack.pop()
-        if node in inside and node not in found:
-            found[node] = None
-            stack += [parent for parent, _ in reversed(node.next_functions)]
+    found = nodes_above(nodes, until=lambda node: node not in inside)
     return [node for node in found if type(node).__name__ not in RESHAPES]
 
 
@@ -333,65 +306,3 @@ def _is_linear(node: Any, carriers: Sequence[int]) -> bool | None:
     if not is_unpacked(node):
         return None
     return not any(x.requires_grad for x in saved_tensors(node))
-
-
-def _most_samples(
-    path: Path, edges: Sequence[Edge], by_rows: bool, run: Callable[..., Any] | None = None
-) -> int | None:
-    """Return on how many samples an entry depends at most, of some entries; None if not known.
-
-    Args:
-        path: The functions.
-        edges: Tensors of one shape, whose entries at one place belong together.
-        by_rows: Whether those of one row do.
-        run: Takes the place of nodes.
-    """
-    shapes = [tuple(shape_of(*edge).shape) for edge in edges]
-    shape = shapes[0]
-    if any(other != shape for other in shapes):
-        return None
-    if by_rows:
-        shape = shape[:-1]
-    most = 0
-    for place in _places(math.prod(shape)):
-        cotangents = {edge: _one_at(*edge, len(shape), place) for edge in edges}
-        try:
-            count = _count(path, vjp(path, cotangents, run))
-        except RuntimeError:  # a function that needs the engine, or whose spread is unknown
-            return None
-        if count is None:
-            return None
-        most = max(most, count)
-    return most or None
-
-
-def _places(numel: int) -> list[int]:
-    """Return the numbers of some entries, in no regular order, as those of a diagonal would be."""
-    spread_out = [int(numel * (k * 0.6180339887 % 1)) for k in range(1, ENTRIES - 1)]
-    return sorted({0, numel - 1, *spread_out}) if numel else []  # of an empty batch, refused later
-
-
-def _one_at(node: Any, slot: int, rank: int, place: int) -> Tensor:
-    known = shape_of(node, slot)
-    one = torch.zeros(tuple(known.shape), dtype=known.dtype, device=known.device)
-    rows = one.view(-1, math.prod(known.shape[rank:]))
-    rows[place] = 1
-    return one
-
-
-def _count(path: Path, grads: Mapping[Edge, Tensor]) -> int | None:
-    """Return how many samples have a gradient; samples of equal numbers count as one."""
-    samples: dict[int, Tensor] = {}
-    count = 0
-    for key, grad in grads.items():
-        mark = path.sources[key]
-        if samples_in(mark):
-            own = touched(grad, mark)
-            if own is not None:
-                other = samples.get(len(own))
-                samples[len(own)] = own if other is None else own | other
-        elif _is_whole(*key):
-            count = 2 if grad.any() else count
-        elif mark.layout is None:
-            return None
-    return max([count, *[int(own.sum()) for own in samples.values()]])

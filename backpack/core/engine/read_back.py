@@ -151,7 +151,7 @@ def _check_stored(node: Any, again: Any) -> None:
     """Refuse a function that has stored something else than before: it was misunderstood."""
     if kind(again) != kind(node):
         return
-    for name in saved_names(node)[1]:
+    for name in saved_names(node.__class__)[1]:
         value, found = (_stored(one, name.removeprefix("_raw_saved_")) for one in (node, again))
         if isinstance(value, Tensor) and isinstance(found, Tensor) and not _is_again(found, value):
             raise UnreadableError

@@ -47,20 +47,12 @@ DIVIDES = "whose mean divides by the weights (or the number) of the targets of a
 
 
 class SampleFlow:
-    """What the calls of one backward pass say about the samples, from the loss upwards.
-
-    Attributes:
-        exts: The first-order extensions, whose results are those of samples.
-        entry: The call of ``backward()``, if it was noticed.
-        found: What mixes samples, or is none.
-        uses: Parameters that functions read as well.
-    """
+    """What the calls of one backward pass say about the samples, from the loss upwards."""
 
     def __init__(self, exts: Sequence[Extension], entry: Entry | None) -> None:
-        """Nothing was reached."""
-        self.exts = exts
+        """Nothing was reached by a call of ``backward()``, if that was noticed."""
         self.entry = entry
-        self.found = Findings()
+        self.found = Findings()  # what mixes samples, or is none
         self.reduction: LossReduction | None = None  # of the extended loss that it was called on
         self.looks_at_loss = any(map(attrgetter("looks_at_loss"), exts))
         # the call with parameters that comes next, and its number of samples
@@ -69,7 +61,7 @@ class SampleFlow:
         self.given: dict[Given, None] = {}
         terms = None if entry is None else entry.terms
         hidden = HiddenGradients() if terms is None else terms.hidden
-        self.uses = ForeignUses(exts, self.given, hidden)
+        self.uses = ForeignUses(exts, self.given, hidden)  # of parameters that functions read
         self.layers: dict[int, list[Module]] = {}  # by their number of samples
         self.axes = {0}  # along which they are
 
@@ -176,10 +168,7 @@ class SampleFlow:
             for i in paths:  # functions that were not seen all the same
                 self._check(call, i, paths[i], is_loss)
             return
-        after = None
-        for mark in call.origins_out:
-            if mark in self.next:
-                after = self.next[mark]
+        after = next((self.next[mark] for mark in call.origins_out if mark in self.next), None)
         if call.trained and not is_loss and not call.is_unbatched:
             own = self.note_samples(call)
             if after is not None and after[1] != own and not _are_tied(call, after[0]):
@@ -287,7 +276,7 @@ class SampleFlow:
         if foreign:
             self.found.unknown[f"functions before {describe(call.module)}"] = None
             return
-        apart = are_apart(call.module, path, sources, axis, is_loss)
+        apart = are_apart(call.module, path._replace(sources=sources), axis, is_loss)
         if apart is None and not all(map(is_unpacked, path.nodes)):
             self.found.unknown[f"functions before {describe(call.module)}"] = None
         if apart is False:
@@ -309,7 +298,10 @@ class SampleFlow:
         """
         self.compare_sizes()
         terms = None if self.entry is None else self.entry.terms
-        hidden = self._mixing_without_gradient(start)
+        hidden = dict(self.found.data)  # where no gradient passes, such as frozen layers
+        for given in self.given:
+            hidden.update(dict.fromkeys(given.mixing))
+        hidden |= dict.fromkeys(data_flow.take_mixing(before=start))
         if terms is not None and self.looks_at_loss:
             hidden |= {f"{name}, {DIVIDES}": None for name in terms.divided}
         mixing = () if terms is None else [*terms.mixing]
@@ -335,13 +327,6 @@ class SampleFlow:
                     model, counts = around[0].module, sorted(sizes[around[0]])
                     data = f"the data of {describe(model)} {' or '.join(map(str, counts))}"
                     self.found.sizes[f"{describe(layer)} has {own}, {data}"] = None
-
-    def _mixing_without_gradient(self, start: int) -> dict[str, None]:
-        """Return what has mixed samples where no gradient passes, such as frozen layers."""
-        names = dict(self.found.data)
-        for given in self.given:
-            names.update(dict.fromkeys(given.mixing))
-        return names | dict.fromkeys(data_flow.take_mixing(before=start))
 
     def _known_reduction(self) -> LossReduction | None:
         """Return what the loss does with its terms; None if something may have rescaled it."""

@@ -57,17 +57,12 @@ def shape_of(node: Any, slot: int) -> Any:
 
 
 @cache
-def _saved_names(node_type: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    names = dir(node_type)
+def saved_names(cls: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of what nodes of a class store: of options, of tensors before unpacking."""
+    names = dir(cls)
     tensors = tuple(name for name in names if name.startswith("_raw_saved_"))
     options = tuple(n for n in names if n.startswith("_saved_") and f"_raw{n}" not in names)
     return options, tensors
-
-
-def saved_names(node: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of what a node has stored: of options, and of tensors (before unpacking)."""
-    cls: Any = type(node)
-    return _saved_names(cls)
 
 
 def signed(value: Any) -> Any:
@@ -77,33 +72,33 @@ def signed(value: Any) -> Any:
     return value - 2**64 if isinstance(value, int) and value >= 2**63 else value
 
 
+def each_of(values: Sequence[Any]) -> list[Any]:
+    """List values that a node has stored, and those in sequences."""
+    return [one for value in values for one in (value if isinstance(value, Sequence) else [value])]
+
+
 def saved_floats(node: Any) -> list[float]:
     """Return the factors and probabilities that a node has stored."""
-    values = [getattr(node, name) for name in saved_names(node)[0]]
-    each = [one for v in values for one in (v if isinstance(v, Sequence) else [v])]
-    return [value for value in each if isinstance(value, float)]
+    values = [getattr(node, name) for name in saved_names(node.__class__)[0]]
+    return [value for value in each_of(values) if isinstance(value, float)]
 
 
 def saved_tensors(node: Any) -> list[Tensor]:
     """Return the tensors that a node has stored."""
-    names = [name.removeprefix("_raw") for name in saved_names(node)[1]]
+    names = [name.removeprefix("_raw") for name in saved_names(node.__class__)[1]]
     values = [getattr(node, name, None) for name in names]  # our own nodes store none
-    each = [one for v in values for one in (v if isinstance(v, Sequence) else [v])]
-    return [value for value in each if isinstance(value, Tensor)]
+    return [value for value in each_of(values) if isinstance(value, Tensor)]
 
 
 def spread(node: Any, *grads: Tensor | None) -> Sequence[Tensor | None]:
     """Find the entries of a node's arguments that entries of its result may depend on.
 
     It has ``grads`` for each output, which are positive at the entries asked about.
-
-    Raises:
-        UnknownSpreadError: If that depends on values, as a permutation does.
     """
     name = kind(node)
     if name.startswith(("Fft", "Stft", "Istft")):  # whose terms cancel
         raise UnknownSpreadError
-    if not saved_names(node)[1] and not saved_floats(node) and name not in ELEMENTWISE:
+    if not saved_names(node.__class__)[1] and not saved_floats(node) and name not in ELEMENTWISE:
         out = node(*grads)  # of numbers that are not negative, for what just moves and adds
         return out if isinstance(out, tuple) else (out,)
     first, *others = grads
