@@ -53,71 +53,50 @@ def treatment_by(module: Module) -> str | None:
 
 @dataclass(eq=False)
 class Following:
-    """What one call does with samples.
-
-    Attributes:
-        call: The call of a function.
-        evaluate: Evaluates it.
-        shapes: Shapes of what it returns.
-        samples: Number of samples.
-        relies_on_values: Whether the answer was found with masks or indices as they are.
-    """
+    """What one call of a function does with samples."""
 
     call: Call
     evaluate: Evaluate
-    shapes: Sequence[Size]
-    samples: int
-    relies_on_values: bool = False
+    shapes: Sequence[Size]  # of what it returns
+    samples: int  # their number
+    relies_on_values: bool = False  # whether masks or indices as they are gave the answer
 
     def __post_init__(self) -> None:
         """Look up what the function does with entries."""
         self.treatment = treatment_by(self.call.module)
-
-    @property
-    def depends_on_values(self) -> bool:
-        """Whether other values of the inputs, at the same places, may give another answer."""
-        inputs = self.call.inputs
-        if self.treatment in (MOVES, RESHAPES):
-            values = self._value_inputs()
-            return any(isinstance(x, Tensor) and i not in values for i, x in enumerate(inputs))
-        if self.treatment == ENTRIES:  # a power of 1 is affine, one of 2 is not
-            numbers = [x for x in inputs if isinstance(x, Tensor) and not x.is_floating_point()]
-            return any(x.dtype is not torch.bool for x in numbers)
-        return self.treatment is None and any(
-            isinstance(x, Tensor) and i not in self._varied for i, x in enumerate(inputs)
-        )
 
     def conditions(self) -> Conditions | None:
         """Return what the answer depends on besides shapes; None if that is more than can be told.
 
         A function, or a module whose treatment of entries is known, has no state of its own.
         """
-        call = self.call
+        call, moves = self.call, self.treatment in (MOVES, RESHAPES)
         owners = [layout.owners for layout in call.layouts_in if layout is not None]
         if self.treatment == MEMORY or any(owners):  # it depends on strides, or on the order
             return None
-        if not (self.depends_on_values or self.relies_on_values):
-            state = [] if self.treatment is not None else state_of(call.module)
-            return None if state is None else Conditions({}, state)
-        moved = self._value_inputs() if self.treatment in (MOVES, RESHAPES) else None
-        varied = self._varied
-        values: dict[int, Tensor] = {}
-        for i, x in enumerate(call.inputs):
-            is_free = isinstance(x, Tensor) and x.is_floating_point() and i in varied
-            if isinstance(x, Tensor) and not (is_free and (moved is None or i in moved)):
-                values[i] = x.detach()
-        state = state_of(call.module)
-        if state is None or sum(x.numel() for x in values.values()) > MOST_VALUES:
+        values = {i: x.detach() for i, x in enumerate(call.inputs) if isinstance(x, Tensor)}
+        varied = {*self._varied}
+        free = self._value_inputs() if moves else varied  # others may give another answer
+        depends = (moves or self.treatment is None) and not free.issuperset(values)
+        if self.treatment == ENTRIES:  # a power of 1 is affine, one of 2 is not
+            numbers = [x.dtype for x in values.values() if not x.is_floating_point()]
+            depends = any(dtype is not torch.bool for dtype in numbers)
+        depends |= self.relies_on_values
+        state = state_of(call.module) if depends or self.treatment is None else []
+        kept = {
+            i: x
+            for i, x in values.items()
+            if depends and not (x.is_floating_point() and i in varied & free)
+        }
+        if state is None or sum(x.numel() for x in kept.values()) > MOST_VALUES:
             return None
-        return Conditions({i: x.clone() for i, x in values.items()}, state)
+        return Conditions({i: x.clone() for i, x in kept.items()}, state)
 
     def places(self) -> list[tuple[Any, ...] | None] | None:
-        """Find the layout of each output, as :attr:`Layout.facts`.
+        """Find the layout of each output, as :attr:`Layout.facts`; None if samples are combined.
 
-        Returns:
-            ``None`` for an output of no dimension (unless it is data that depends on no sample);
-            ``None`` as a whole if samples are combined. Data that is the same for all samples has a
-            fourth entry.
+        None for an output of no dimension (unless it is data that depends on no sample). Data that
+        is the same for all samples has a fourth entry.
         """
         reshaped = self._reshaped() if self.treatment == RESHAPES else None
         if reshaped is not None:
@@ -134,11 +113,8 @@ class Following:
         numbers = self.numbers()
         if numbers is None:
             return None
-        batched = {
-            i: one
-            for i, one in enumerate(self.call.layouts_in)
-            if one is not None and one.is_batched
-        }
+        pairs = enumerate(self.call.layouts_in)
+        batched = {i: one for i, one in pairs if one is not None and one.is_batched}
         befores = [one.before for one in batched.values()]
         found: list[tuple[Any, ...] | None] = []
         for each in numbers:
@@ -146,9 +122,7 @@ class Following:
                 of_none = self.call.index < 0 and int(each) == NONE
                 found.append((1, 0, None) if of_none else None)
                 continue
-            if _contain([each], SEVERAL):
-                return None
-            completed = self._completed(each)
+            completed = None if _contain([each], SEVERAL) else self._completed(each)
             if completed is None:
                 return None
             each = completed
@@ -189,7 +163,9 @@ class Following:
             known |= _owners_of(len(rows), (*call.layouts_in, *call.layouts_out))
         if len(rows) == self.samples:
             known.add(tuple(range(self.samples)))
-        fitting = [own for own in map(rows.new_tensor, known) if _agree(rows, own)]
+        # whose rows are those of the same samples, where rows depend on one
+        each = map(rows.new_tensor, known)
+        fitting = [own for own in each if bool(((rows == own) | (rows == NONE)).all())]
         if len(fitting) > 1:
             return None
         for own in fitting:
@@ -215,7 +191,9 @@ class Following:
         """Guess where the only sample is: an axis of one entry, where the input has its own."""
         befores = [one.before for one in self.call.layouts_in if one is not None]
         if 0 in shape:
-            return Layout.of_nothing(shape, 1, befores).facts
+            own = Layout.of_numbers(torch.empty(shape, device=CPU), 1, befores)
+            assert own is not None
+            return own.facts
         for axis, size in enumerate(shape):
             if size == 1 and shape[:axis].numel() in befores:
                 return shape[:axis].numel(), 1, None
@@ -272,9 +250,7 @@ class Following:
             if isinstance(x, Tensor) and layout is not None and layout.is_batched:
                 numbers = layout.numbers(x.shape)
                 own = torch.full(x.shape, SEVERAL, device=CPU) if numbers is None else numbers
-                own = own.expand(shape)
-                differ = (result != NONE) & (own != NONE) & (result != own)
-                result = torch.where(differ, SEVERAL, torch.where(own == NONE, result, own))
+                result = _joined(result, own.expand(shape))
         return result
 
     # ------------------------------------------------------------------ functions that move entries
@@ -432,38 +408,37 @@ class Following:
             if found is None:
                 return None
             numbers[i] = found.to(x.device)
-        results: list[Tensor] | None = None
+        shapes: list[Size] = []
+        result = torch.full((), NONE, device=CPU)  # of all outputs, flattened
         for one, other in points:
             before = self._outputs(one)
-            if results is None:
-                results = [torch.full(y.shape, NONE, device=CPU) for y in before]
-            if [y.shape for y in before] != [y.shape for y in results]:
-                return None
-            spelled = [torch.zeros(y.shape, dtype=torch.long, device=CPU) for y in before]
-            changes = [torch.zeros(y.shape, dtype=torch.bool, device=CPU) for y in before]
-            several = [torch.zeros(y.shape, dtype=torch.bool, device=CPU) for y in before]
+            shapes = shapes or [y.shape for y in before]
+            changed = several = torch.zeros((), dtype=torch.bool, device=CPU)
+            spelled = torch.zeros((), dtype=torch.long, device=CPU)
             for b in range(max(1, (self.samples - 1).bit_length())):
                 by_bit = []
                 for bit in (0, 1):
-                    changed = {
+                    values = {
                         i: torch.where((n >= 0) & ((n >> b) % 2 == bit), other[i], one[i])
                         for i, n in numbers.items()
                     }
-                    after = self._outputs(changed)
-                    if [y.shape for y in after] != [y.shape for y in before]:
+                    after = self._outputs(values)
+                    if not [y.shape for y in before] == [y.shape for y in after] == shapes:
                         return None
-                    by_bit.append([_differs(*pair) for pair in zip(before, after, strict=True)])
-                for j, (zeros, ones) in enumerate(zip(*by_bit, strict=True)):
-                    spelled[j] += ones.long() << b
-                    several[j] |= (zeros & ones) | ((zeros | ones) != changes[j] if b else False)
-                    changes[j] |= zeros | ones
-            for j, old in enumerate(results):
-                new = torch.where(several[j], SEVERAL, torch.where(changes[j], spelled[j], NONE))
-                differ = (old != NONE) & (new != NONE) & (old != new)
-                results[j] = torch.where(differ, SEVERAL, torch.where(new == NONE, old, new))
+                    differ = [_differs(*pair).flatten() for pair in zip(before, after, strict=True)]
+                    by_bit.append(torch.cat(differ))
+                zeros, ones = by_bit
+                spelled = spelled + (ones.long() << b)
+                several = several | (zeros & ones) | ((zeros | ones) != changed if b else False)
+                changed = changed | zeros | ones
+            new = torch.where(several, SEVERAL, torch.where(changed, spelled, NONE))
+            result = _joined(result, new)
         # what depends on nothing that was varied may depend on what was not
         is_certain = all(self._are_varied(one, other) for one, other in points)
-        return results if is_certain or not _contain(results, NONE) else None
+        if not is_certain and _contain([result], NONE):
+            return None
+        each = result.split([shape.numel() for shape in shapes])
+        return [x.view(shape) for x, shape in zip(each, shapes, strict=True)]
 
     def _outputs(self, values: Mapping[int, Tensor]) -> list[Tensor]:
         return self.evaluate([values.get(i, x) for i, x in enumerate(self.call.inputs)])
@@ -475,9 +450,10 @@ def _owners_of(rows: int, layouts: Iterable[Layout | None]) -> set[tuple[int, ..
     return {own.numbers for own in each.values() if own is not None and len(own.numbers) == rows}
 
 
-def _agree(rows: Tensor, own: Tensor) -> bool:
-    """Whether rows that depend on a sample depend on that of the same place in ``own``."""
-    return bool(((rows == own) | (rows == NONE)).all())
+def _joined(one: Tensor, other: Tensor) -> Tensor:
+    """Number the samples that entries depend on which depend on both of these."""
+    differ = (one != NONE) & (other != NONE) & (one != other)
+    return torch.where(differ, SEVERAL, torch.where(other == NONE, one, other))
 
 
 def _contain(numbers: Sequence[Tensor] | None, number: int) -> bool:

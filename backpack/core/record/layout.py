@@ -31,15 +31,10 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Owners:
-    """The sample that each entry of an axis belongs to.
+    """The sample that each entry of an axis belongs to."""
 
-    Attributes:
-        numbers: Number of the sample, for each entry.
-        samples: Number of samples.
-    """
-
-    numbers: tuple[int, ...]
-    samples: int
+    numbers: tuple[int, ...]  # of the sample, for each entry
+    samples: int  # number of all samples
 
     @lazy
     def rows(self) -> int:
@@ -63,22 +58,14 @@ class Owners:
 
 
 class Place(NamedTuple):
-    """The batch axis of a tensor of known shape.
-
-    Attributes:
-        axis: Number of the axis.
-        outer: The axis is ``[outer, samples, inner]``, flattened; 1 unless a reshape merged a
-            leading axis with that of the batch.
-        samples: Number of samples.
-        owners: Which samples the entries belong to, if that is not so.
-        is_split: Whether outer and inner entries stay axes of their own in canonical form. They are
-            no rows where another axis comes first: a reshaped tensor would have other ones.
-    """
+    """The batch axis of a tensor of known shape: ``[outer, samples, inner]``, flattened."""
 
     axis: int = 0
-    outer: int = 1
+    outer: int = 1  # unless a reshape merged a leading axis with that of the batch
     samples: int = 0
-    owners: Owners | None = None
+    owners: Owners | None = None  # of the entries, if they are in another order
+    # Whether outer and inner entries stay axes of their own in canonical form. They are no rows
+    # where another axis comes first: a reshaped tensor would have other ones.
     is_split: bool = False
 
     def rows(self, shape: Sequence[int]) -> int:
@@ -136,20 +123,6 @@ class Layout:
 
     What the first module of a network assumes (the first axis), a later one that knows better, such
     as a recurrent layer with ``batch_first=False``, may correct for all of them.
-
-    Attributes:
-        before: Number of entries before the samples; see the module's docstring.
-        samples: Number of samples, 0 if the tensor has none.
-        assumed: Whether this may be corrected.
-        dims: Number of axes of the data that the assumption was made for.
-        owners: Which samples the entries of one axis belong to, where they are in no order.
-        lost: Why the samples of data could not be followed, if that is so.
-        is_constant: Whether the entries are the same for all samples, such as those of
-            ``x.new_ones(T, T)``: nothing is lost if the axis turns out to be another one. Without
-            samples, such as ``torch.ones(T, T)``: there may turn out to be an axis for them.
-        is_assigned: Whether a program has said so.
-        on_correction: Called when the place of the samples in any layout was corrected: what was
-            found out before has to be found out again.
     """
 
     __slots__ = (
@@ -161,6 +134,7 @@ class Layout:
         "lost",
         "owners",
     )
+    # called when any layout was corrected: what was found out before has to be found out again
     on_correction: ClassVar[Callable[[], None]]
 
     def __init__(
@@ -169,15 +143,18 @@ class Layout:
         samples: int,
         assumed: bool = False,
         dims: int = 0,
-        sources: Sequence[Layout] = (),
+        sources: Sequence[Layout] = (),  # that this one was derived from
         owners: Owners | None = None,
         is_constant: bool = False,
     ):
-        """Store where the samples are, and the layouts that this one was derived from."""
-        self.owners = owners
+        """Store where the samples are."""
+        self.owners = owners  # of the entries of one axis, where they are in no order
+        # Whether the entries are the same for all samples, such as those of x.new_ones(T, T):
+        # nothing is lost if the axis turns out to be another one. Without samples, such as
+        # torch.ones(T, T): there may turn out to be an axis for them.
         self.is_constant = is_constant
-        self.is_assigned = False
-        self.lost: str | None = None
+        self.is_assigned = False  # whether a program has said so
+        self.lost: str | None = None  # why the samples of data could not be followed
         self._facts = (before, samples, assumed, dims)
         self._merged_into: Layout | None = None
         self._sources = tuple(sources)
@@ -257,11 +234,7 @@ class Layout:
             root._facts = (before, samples, False, dims)
 
     def correct(self, shape: Sequence[int], axis: int) -> None:
-        """Replace what was assumed.
-
-        Raises:
-            ValueError: If it was derived from something else, which would have to be corrected too.
-        """
+        """Replace what was assumed, unless it was derived from that of something else."""
         root = self._root
         if root._sources:
             raise ValueError(
@@ -303,11 +276,11 @@ class Layout:
 
     def place(self, shape: Sequence[int]) -> Place | None:
         """Find the batch axis in a tensor of this shape; None if no axis fits, or has samples."""
-        before, samples, *_ = self._root._facts
+        before, samples, owners = self.facts
         if not samples:
             return None
-        if self.owners is not None:
-            return _place_of_owners(before, self.owners, tuple(shape))
+        if owners is not None:
+            return _place_of_owners(before, owners, tuple(shape))
         if shape and shape[0] == samples and 1 in (before, samples):
             return Place(0, 1, samples)
         return _place(before, samples, tuple(shape))
@@ -315,19 +288,14 @@ class Layout:
     def numbers(self, shape: Sequence[int]) -> Tensor | None:
         """Number the samples that the entries of a tensor of this shape belong to.
 
-        Returns:
-            Integers that broadcast to the shape, -1 for a tensor without samples; None if they
-            are not known.
+        Integers that broadcast to it, -1 for a tensor without samples; None if they are not known.
         """
         before, samples, owners = self.facts
         if not samples:
             return torch.full((), -1, device=CPU)
         place = self.place(shape)
         if place is None or place.owners is None:
-            of_axis = torch.arange(samples, device=CPU)
-            if owners is not None:
-                of_axis = torch.tensor(owners.numbers, device=CPU)
-            return _spread(of_axis, before, shape)
+            return _spread(range(samples) if owners is None else owners.numbers, before, shape)
         of_axis = torch.tensor(place.owners.numbers, dtype=torch.long, device=CPU)
         return of_axis.reshape(-1, *(1,) * (len(shape) - place.axis - 1))
 
@@ -337,16 +305,16 @@ class Layout:
     ) -> Layout | None:
         """Describe a tensor whose entries belong to samples of these numbers (-1: to none).
 
-        Args:
-            numbers: Integers, in the shape of the tensor.
-            samples: Number of samples.
-            preferred: Where to look first: numbers of entries before the samples.
-
-        Returns:
-            None if they are in no order that a layout describes.
+        None if they are in no order that a layout describes. It has one of the ``preferred``
+        numbers of entries before the samples, if it may.
         """
-        if not numbers.numel():
-            return cls.of_nothing(numbers.shape, samples, preferred)
+        shape = numbers.shape
+        if not numbers.numel():  # such as the rows that no sample has chosen
+            axis = shape.index(0)
+            for i in range(axis):
+                if shape[i] == samples and prod(shape[:i]) in preferred:
+                    return cls(prod(shape[:i]), samples)
+            return cls(prod(shape[:axis]), samples, owners=Owners((), samples))
         if not bool((numbers >= 0).any()):
             return unbatched()
         found = _before(numbers, samples, preferred)
@@ -356,24 +324,16 @@ class Layout:
         if owners is None:
             return None
         axis, of_entries = owners
-        return cls(prod(numbers.shape[:axis]), samples, owners=of_entries)
-
-    @classmethod
-    def of_nothing(cls, shape: Sequence[int], samples: int, preferred: Sequence[int]) -> Layout:
-        """Describe a tensor without entries, such as the rows that no sample has chosen."""
-        axis = list(shape).index(0)
-        for i in range(axis):
-            if shape[i] == samples and prod(shape[:i]) in preferred:
-                return cls(prod(shape[:i]), samples)
-        return cls(prod(shape[:axis]), samples, owners=Owners((), samples))
+        return cls(prod(shape[:axis]), samples, owners=of_entries)
 
 
-def _spread(of_axis: Tensor, before: int, shape: Sequence[int]) -> Tensor | None:
+def _spread(numbers: Sequence[int], before: int, shape: Sequence[int]) -> Tensor | None:
     """Give numbers along ``[before, numbers, after]`` a shape; None if it does not fit."""
-    inner, rest = divmod(prod(shape), before * len(of_axis))
+    inner, rest = divmod(prod(shape), before * len(numbers))
     if rest:
         return None
-    return of_axis[:, None].expand(before, len(of_axis), inner).reshape(tuple(shape))
+    of_axis = torch.tensor(numbers, device=CPU)[:, None]
+    return of_axis.expand(before, len(numbers), inner).reshape(tuple(shape))
 
 
 def _owners(numbers: Tensor, samples: int) -> tuple[int, Owners] | None:
@@ -395,7 +355,7 @@ def _place_of_owners(before: int, owners: Owners, shape: tuple[int, ...]) -> Pla
         known = (i for i, size in enumerate(shape) if size == len(owners.numbers))
         axis = next((i for i in known if prod(shape[:i]) == before), None)
         return None if axis is None else Place(axis, 1, owners.samples, owners)
-    numbers = _spread(torch.tensor(owners.numbers, device=CPU), before, shape)
+    numbers = _spread(owners.numbers, before, shape)
     found = None if numbers is None else _owners(numbers, owners.samples)
     if found is None or prod(shape[: found[0]]) > 1:
         return None
