@@ -80,16 +80,15 @@ def note_inputs(
     inputs, is_child = begin_call(module)
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     with_axes = [x for x in tensors if not x.is_nested and x.dim()]
-    count = 0
-    if PackedSequence in map(type, args) or PackedSequence in map(type, kwargs.values()):
-        for packed in (x for x in (*args, *kwargs.values()) if type(x) is PackedSequence):
-            count = _note_packed(inputs, packed)
-            with_axes = [x for x in with_axes if x is not packed.data and x is not packed[1]]
-    assigned = {id(x): known for x in with_axes if (known := _assigned(x)) is not None}
-    numbered = 0
-    if assigned:
-        with_axes = [x for x in with_axes if id(x) not in assigned]
-        numbered = max(known.samples for known in assigned.values())
+    count = numbered = 0
+    for packed in [x for x in (*args, *kwargs.values()) if type(x) is PackedSequence]:
+        count = _note_packed(inputs, packed)
+        with_axes = [x for x in with_axes if x is not packed.data and x is not packed[1]]
+    for x in [x for x in with_axes if not x.requires_grad]:
+        known = noted(x)
+        if known is not None and not known.assumed:  # a program has said it
+            with_axes = [other for other in with_axes if other is not x]
+            numbered = max(numbered, known.samples)
     inputs.samples = count = count or numbered or _number_of_samples(with_axes)
     inputs.others = {len(x) for x in with_axes} - {count, 1}
     inputs.rows = {id(x) for x in with_axes if isinstance(x, Parameter) and len(x) == count}
@@ -139,8 +138,10 @@ def _note_packed(inputs: Inputs, packed: PackedSequence) -> int:
 
 
 def _layout_of_rows(x: Tensor, numbers: Tensor, samples: int) -> Layout | None:
-    """Describe a tensor whose rows belong to samples of these numbers."""
-    return Layout.of_numbers(numbers.view(-1, *[1] * (x.dim() - 1)).expand(x.shape), samples)
+    """Describe a tensor whose rows, or entries, belong to samples of these numbers."""
+    if numbers.shape != x.shape:
+        numbers = numbers.view(-1, *[1] * (x.dim() - 1)).expand(x.shape)
+    return Layout.of_numbers(numbers, samples)
 
 
 def assign_samples(tensor: Tensor, numbers: Tensor | None, samples: int | None = None) -> Tensor:
@@ -182,10 +183,7 @@ def assign_samples(tensor: Tensor, numbers: Tensor | None, samples: int | None =
     if not count > largest:
         raise ValueError(f"assign_samples: the largest number is {largest}, of {count} samples.")
     numbers = numbers.where(numbers >= 0, count - 1)
-    if numbers.shape == tensor.shape:
-        layout = Layout.of_numbers(numbers, count)
-    else:
-        layout = _layout_of_rows(tensor, numbers, count)
+    layout = _layout_of_rows(tensor, numbers, count)
     if layout is None:
         raise ValueError(
             "assign_samples: entries that one axis has in common belong to several samples. Let "
@@ -194,12 +192,6 @@ def assign_samples(tensor: Tensor, numbers: Tensor | None, samples: int | None =
     layout.is_assigned = True
     note(tensor, layout)
     return tensor
-
-
-def _assigned(x: Tensor) -> Layout | None:
-    """Return what a program has said of where the samples of data are; None if nothing."""
-    known = None if x.requires_grad else noted(x)
-    return None if known is None or known.assumed else known
 
 
 def _number_of_samples(tensors: Sequence[Tensor]) -> int:
@@ -360,16 +352,12 @@ def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
         for y in outputs:  # of masks and lengths, one of several samples is rare
             if any(map(has_numbers, (y, *tensors))):
                 note_mixed(y, f"a function of the data ({describe(module)})")
+    differ = any(x is not None and x.samples > 1 and not x.is_constant for x in known)
     for y, layout in zip(outputs, layouts, strict=True):
         note(y, layout or unbatched())
-        is_total = layout is None and has_numbers(y) and _differ(known)
+        is_total = layout is None and has_numbers(y) and differ
         if is_total or call.mixed_data is not None:
             note_mixed(y, call.mixed_data or f"a function of the data ({describe(module)})")
-
-
-def _differ(layouts: Iterable[Layout | None]) -> bool:
-    """Whether some tensor has several samples, which are not all the same."""
-    return any(one is not None and one.samples > 1 and not one.is_constant for one in layouts)
 
 
 def note_unbatched(

@@ -29,27 +29,17 @@ OF_DATA: dict[int, Note] = {}
 
 
 class Inputs:
-    """What one call of a model was given: where the samples are holds for that call alone.
-
-    Attributes:
-        module: The model.
-        notes: Where the samples are, by the id of the tensor.
-        marks: Identities of tensors with a graph whose layout holds for this call alone.
-        samples: Number of samples.
-        others: What else may be the number of samples: sizes of other first axes.
-        choice: What was taken for the samples, in words.
-        rows: Ids of parameters that are arguments with one row for each sample: data.
-    """
+    """What one call of a model was given: where the samples are holds for that call alone."""
 
     def __init__(self, module: Module):
         """Nothing is noted yet."""
         self.module = ref(module)
-        self.notes: dict[int, Note] = {}
-        self.marks: list[Any] = []
-        self.samples = 0
-        self.others: set[int] = set()
-        self.choice = ""
-        self.rows: set[int] = set()
+        self.notes: dict[int, Note] = {}  # where the samples are, by the id of the tensor
+        self.marks: list[Any] = []  # identities of tensors with a graph, whose layout holds here
+        self.samples = 0  # their number
+        self.others: set[int] = set()  # what else may be that: sizes of other first axes
+        self.choice = ""  # what was taken for the samples, in words
+        self.rows: set[int] = set()  # ids of parameters with one row for each sample: data
 
     def note(self, tensor: Tensor, layout: Layout) -> None:
         """Remember where the samples are, until the call ends."""

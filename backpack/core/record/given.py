@@ -30,24 +30,15 @@ MARK = "_backpack_model"
 
 
 class Strided:
-    """Where the entries of a tensor are, without keeping it.
+    """Where the entries of a tensor are, without keeping it."""
 
-    Attributes:
-        is_dense: Whether it is contiguous.
-        pointer: Address of the first entry.
-        offset: Its place in the storage, in entries.
-        item: Bytes of an entry.
-        shape: Its shape.
-        stride: Its strides.
-        axis: That of the samples, if a program has said so.
-    """
-
-    __slots__ = ("axis", "is_dense", "item", "offset", "pointer", "shape", "stride")
+    __slots__ = ("axis", "is_dense", "item", "memory", "pointer", "shape", "stride")
 
     def __init__(self, x: Tensor, axis: int | None = None):
-        """Look at a tensor."""
+        """Look at a tensor, whose samples a program may have said to be along an axis."""
         self.axis = axis
-        self.pointer, self.offset, self.item = x.data_ptr(), x.storage_offset(), x.element_size()
+        self.pointer, self.item = x.data_ptr(), x.element_size()  # of the first entry, in bytes
+        self.memory = self.pointer - self.item * int(x.storage_offset())  # that views share
         self.shape, self.stride, self.is_dense = x.shape, x.stride(), x.is_contiguous()
 
     def has_rows(self, x: Tensor) -> bool:
@@ -57,11 +48,6 @@ class Strided:
         if self.is_dense and x.is_contiguous():
             return self.shape[0] == x.shape[0] and self.shape.numel() == x.numel()
         return self.shape == x.shape and self.stride == x.stride()
-
-    @property
-    def memory(self) -> int:
-        """Where the memory begins that views share."""
-        return self.pointer - self.item * int(self.offset)
 
     def places(self, axes: Iterable[int]) -> list[tuple[int, int]]:
         """Return sizes, and bytes between entries, along axes that may have the samples."""
@@ -80,18 +66,13 @@ class Strided:
 
 @dataclass(eq=False)
 class Given:
-    """One call of a model that consists of layers.
-
-    Attributes:
-        module: The model.
-        tensors: Its arguments, and entries of dictionaries: their first axis has the samples,
-            unless a program has said that another one has them.
-        mixing: Its modules that have mixed samples where no gradient passes.
-    """
+    """One call of a model that consists of layers."""
 
     module: Module
+    # arguments, and entries of dictionaries: their first axis has the samples, unless a program has
+    # said that another one has them
     tensors: list[Strided]
-    mixing: list[str]
+    mixing: list[str]  # its modules that have mixed samples where no gradient passes
 
     def sizes(self, axes: set[int]) -> set[int]:
         """Return how many samples there may be, if they are along one of some axes."""
@@ -102,12 +83,7 @@ class Given:
 
         No layer has computed it: it is data, or a function of data, and functions of single entries
         keep the order of the axes in memory, as views do. Arguments of the model have their samples
-        along the first axis, or along this one.
-
-        Args:
-            x: What the layer reads.
-            axis: Where it takes the samples.
-            is_computed: Whether it may be made of arguments of the model.
+        along the first axis, or along this one. ``is_computed``: it may be made of those.
         """
         if axis == 0:
             for known in self.tensors:

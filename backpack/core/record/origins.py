@@ -54,24 +54,15 @@ class BackpackOutput(torch.autograd.Function):
 
 
 class Origin:
-    """Identity of a tensor: the place in the autograd graph where its entries were computed.
-
-    Attributes:
-        is_output: Whether a recorded call returned the tensor.
-        by_container: Whether that is a container, whose functions have computed it.
-        of_loss: Whether that is a loss, whose rule knows whether it mixes samples.
-        layout: Where the samples are in it, if that is known.
-        lost: Why that is not known.
-        producer: The call that computes the tensor again, if it is not kept.
-    """
+    """Identity of a tensor: the place in the autograd graph where its entries were computed."""
 
     # of the class, until a call sets its own: there is nothing to run when an identity is made
-    is_output: bool = False
-    by_container: bool = False
-    of_loss: bool = False
-    layout: Layout | None = None
-    lost: str | None = None
-    producer: ref[Any] | None = None  # of a call
+    is_output: bool = False  # whether a recorded call returned the tensor:
+    by_container: bool = False  # a container, whose functions have computed it
+    of_loss: bool = False  # a loss, whose rule knows whether it mixes samples
+    layout: Layout | None = None  # where the samples are in it, if that is known
+    lost: str | None = None  # why that is not known
+    producer: ref[Any] | None = None  # the call that computes the tensor again, if it is not kept
 
 
 def origin(tensor: Any) -> Origin | None:
@@ -125,11 +116,7 @@ def origin_at(node: Any, slot: int) -> Origin:
 
 
 def upstream(tensor: Tensor, stop: Callable[[Origin], bool]) -> tuple[list[Origin], list[Tensor]]:
-    """Search the autograd graph above a tensor, no further than marks at which to stop.
-
-    Returns:
-        The closest of these marks, and the leaves (parameters) on the way.
-    """
+    """Return the closest marks above a tensor at which to stop, and leaves (parameters) before."""
     found: list[Origin] = []
 
     def is_end(node: Any) -> bool:
