@@ -17,7 +17,6 @@ from torch.nn import Module
 
 from backpack.context import disable
 from backpack.core.derivatives.math_attention import math_attention
-from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.compiler import Mode
 from backpack.core.record.context import Context
 from backpack.core.record.layout import CPU
@@ -175,7 +174,7 @@ class Evaluation:
     @property
     def follows(self) -> bool:
         """Whether samples may be along any axis, in any order and number of rows."""
-        return self.rule.batch_axis is BatchAxis.FOLLOWED
+        return self.rule.follows_samples
 
     def rows_differ(self, mats: Sequence[Tensor | None]) -> bool:
         """Whether the rows of an output that is read are other samples than those of the first."""

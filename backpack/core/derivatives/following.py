@@ -62,8 +62,10 @@ class Following:
     relies_on_values: bool = False  # whether masks or indices as they are gave the answer
 
     def __post_init__(self) -> None:
-        """Look up what the function does with entries."""
+        """Look up what the function does with entries, and which inputs have samples."""
         self.treatment = treatment_by(self.call.module)
+        pairs = enumerate(self.call.layouts_in)
+        self.batched = {i: one for i, one in pairs if one is not None and one.is_batched}
 
     def conditions(self) -> Conditions | None:
         """Return what the answer depends on besides shapes; None if that is more than can be told.
@@ -113,9 +115,7 @@ class Following:
         numbers = self.numbers()
         if numbers is None:
             return None
-        pairs = enumerate(self.call.layouts_in)
-        batched = {i: one for i, one in pairs if one is not None and one.is_batched}
-        befores = [one.before for one in batched.values()]
+        befores = [one.before for one in self.batched.values()]
         found: list[tuple[Any, ...] | None] = []
         for each in numbers:
             if not each.dim():
@@ -128,12 +128,12 @@ class Following:
             each = completed
             # what is the same for all samples has a row for each, if the axis for that is there
             is_constant = each.numel() > 0 and not bool((each > NONE).any())
-            kept = (one for i, one in batched.items() if self._keeps_axis(i, each.shape))
+            kept = (one for i, one in self.batched.items() if self._keeps_axis(i, each.shape))
             layout = next(kept, None) if is_constant else None
             if layout is not None and self.call.index < 0:
                 found.append((*layout.facts, True))
                 continue
-            chosen = any(one.owners is not None for one in batched.values())
+            chosen = any(one.owners is not None for one in self.batched.values())
             if self.call.index < 0:  # rows of zeros may be of any sample, unless each has one
                 rows_of_samples = {tuple(range(self.samples))}
                 chosen &= len(each) == self.samples
@@ -175,8 +175,7 @@ class Following:
 
     def _keeps_axis(self, i: int, shape: Size) -> bool:
         """Whether a tensor has as many rows for samples as an input, along the same axis."""
-        layout, place = self.call.layouts_in[i], self.call.place_in(i)
-        there = None if layout is None else layout.place(shape)
+        place, there = self.call.place_in(i), self.batched[i].place(shape)
         if place is None or there is None:
             return False
         if (there.axis, there.samples, there.owners) != (place.axis, place.samples, place.owners):
@@ -197,11 +196,8 @@ class Following:
         for axis, size in enumerate(shape):
             if size == 1 and shape[:axis].numel() in befores:
                 return shape[:axis].numel(), 1, None
-        places = map(self.call.place_in, range(len(self.call.inputs)))
-        has_axis = any(
-            place is not None and own is not None and own[place.axis] == 1
-            for place, own in zip(places, self.call.shape_in, strict=True)
-        )
+        places = [(self.call.inputs[i], self.call.place_in(i)) for i in self.batched]
+        has_axis = any(place and x.shape[place.axis] == 1 for x, place in places)
         if has_axis and 1 in shape:  # it was moved
             return shape[: shape.index(1)].numel(), 1, None
         return 1, 1, Owners((0,) * shape[0], 1)
@@ -233,12 +229,12 @@ class Following:
     def _aligned(self, shape: Size) -> tuple[Any, ...] | None:
         """Return the layout of all inputs, if it is the same counted from the last axis."""
         found = set()
-        for own, layout in zip(self.call.shape_in, self.call.layouts_in, strict=True):
-            if own is not None and layout is not None and layout.is_batched:
-                place = layout.place(own)
-                if place is None or place.owners is not None:
-                    return None
-                found.add((place.axis - len(own), place.outer, own[place.axis]))
+        for i, layout in self.batched.items():
+            own = self.call.inputs[i].shape
+            place = layout.place(own)
+            if place is None or place.owners is not None:
+                return None
+            found.add((place.axis - len(own), place.outer, own[place.axis]))
         if len(found) != 1:
             return None
         axis, outer, length = found.pop()
@@ -246,11 +242,10 @@ class Following:
 
     def _of_entries(self, shape: Size) -> Tensor:
         result = torch.full(shape, NONE, device=CPU)
-        for x, layout in zip(self.call.inputs, self.call.layouts_in, strict=True):
-            if isinstance(x, Tensor) and layout is not None and layout.is_batched:
-                numbers = layout.numbers(x.shape)
-                own = torch.full(x.shape, SEVERAL, device=CPU) if numbers is None else numbers
-                result = _joined(result, own.expand(shape))
+        for i, layout in self.batched.items():
+            numbers = layout.numbers(self.call.inputs[i].shape)
+            own = torch.tensor(SEVERAL, device=CPU) if numbers is None else numbers
+            result = _joined(result, own.expand(shape))
         return result
 
     # ------------------------------------------------------------------ functions that move entries
@@ -268,10 +263,11 @@ class Following:
     def _reshaped(self) -> tuple[Any, ...] | None:
         """Return the layout of what is reshaped: it is that of all its forms."""
         (i,) = self._value_inputs()
-        layout, shape = self.call.layouts_in[i], self.call.shape_in[i]
-        if layout is None or not layout.is_batched or layout.owners is not None or shape is None:
+        layout = self.batched.get(i)
+        if layout is None or layout.owners is not None:
             return None
-        return layout.facts if [shape.numel()] == [s.numel() for s in self.shapes] else None
+        sizes = [shape.numel() for shape in self.shapes]
+        return layout.facts if [self.call.inputs[i].numel()] == sizes else None
 
     def _viewed(self) -> list[tuple[Any, ...] | None] | None:
         """Return the layouts of views: the stride of an axis tells where that of the samples is."""
@@ -279,8 +275,8 @@ class Following:
         if len(tensors) > 1 or tensors != self._value_inputs():
             return None
         (i,) = tensors
-        place, shape = self.call.place_in(i), self.call.shape_in[i]
-        if place is None or place.is_scattered or shape is None or shape[place.axis] < 2:
+        place, shape = self.call.place_in(i), self.call.inputs[i].shape
+        if place is None or place.is_scattered or shape[place.axis] < 2:
             return None
         rows = torch.arange(shape[place.axis], dtype=torch.float32, device=CPU)
         leaves = list(self.call.inputs)
@@ -294,15 +290,11 @@ class Following:
         return found
 
     def _moved(self) -> list[Tensor] | None:
-        values = self._value_inputs()
-        leaves = list(self.call.inputs)
-        by_others = False  # whether samples say which entries of what has none are chosen
-        for i, (x, layout) in enumerate(zip(leaves, self.call.layouts_in, strict=True)):
-            batched = layout is not None and layout.is_batched
-            if i not in values:
-                by_others |= batched
-            elif isinstance(x, Tensor):
-                numbers = layout.numbers(x.shape) if layout else torch.full((), NONE, device=CPU)
+        values, leaves = self._value_inputs(), list(self.call.inputs)
+        for i in values:
+            x, layout = leaves[i], self.batched.get(i)
+            if isinstance(x, Tensor):
+                numbers = layout.numbers(x.shape) if layout else torch.tensor(NONE, device=CPU)
                 if numbers is None:
                     return None
                 leaves[i] = torch.empty_like(x, dtype=torch.float32).copy_(numbers)
@@ -310,9 +302,9 @@ class Following:
             moved = [y.round().long().cpu() for y in self.evaluate(leaves)]
         except (RuntimeError, TypeError, ValueError, IndexError):
             return None
-        if by_others and _contain(moved, NONE):
-            return None
-        return moved
+        # samples may say which entries of what has none are chosen
+        by_others = not values.issuperset(self.batched)
+        return None if by_others and _contain(moved, NONE) else moved
 
     def _in_memory(self) -> list[Tensor] | None:
         """Number what is read of the memory of the first input; what is beyond that is unknown."""
@@ -393,11 +385,9 @@ class Following:
     def _are_varied(self, one: Mapping[int, Tensor], other: Mapping[int, Tensor]) -> bool:
         """Whether all that has samples is replaced by something else."""
         return all(
-            i in one and (not x.numel() or not torch.equal(one[i], other[i]))
-            for i, x in enumerate(self.call.inputs)
-            if (layout := self.call.layouts_in[i]) is not None
-            and layout.is_batched
-            and not layout.is_constant
+            i in one and (not one[i].numel() or not torch.equal(one[i], other[i]))
+            for i, layout in self.batched.items()
+            if not layout.is_constant
         )
 
     def _located(self, points: Sequence[Sequence[Mapping[int, Tensor]]]) -> list[Tensor] | None:

@@ -17,7 +17,6 @@ from backpack.core.derivatives.automatic import AutomaticDerivatives
 from backpack.core.derivatives.by_autograd import moves_entries
 from backpack.core.derivatives.conditions import Conditions
 from backpack.core.derivatives.evaluation import drawn, generator_at, is_real
-from backpack.core.derivatives.facts import never
 from backpack.core.derivatives.following import Following, treatment_by
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
@@ -89,8 +88,6 @@ class FunctionDerivatives(AutomaticDerivatives):
         if treatment_by(c.module) is None:
             inputs = tuple(x.clone() if isinstance(x, Tensor) else x for x in inputs)
         return super().evaluate(c, params, *inputs)
-
-    sees_samples_first = never  # the rule needs to know the axes
 
     def is_curved(self, call: Visit) -> bool:
         """Return whether the function is not affine, at random values or at those of the call."""

@@ -36,19 +36,22 @@ class SampleAxes(Interface):
 
     Attributes:
         batch_axis: Where the rule expects the samples.
+        follows_samples: Whether that is where they are, which the rule needs to know.
         has_samples_first: Whether the samples are along the first axis of all that the rule sees.
         has_usual_layouts: Whether they are along the first axis of all that it returns, then.
     """
 
     batch_axis: ClassVar[BatchAxis] = BatchAxis.FIXED
+    follows_samples: ClassVar[bool] = False
     has_samples_first: ClassVar[bool] = True
     has_usual_layouts: ClassVar[bool] = True
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Note what follows from the methods that a subclass overrides."""
         super().__init_subclass__(**options)
+        cls.follows_samples = cls.batch_axis is BatchAxis.FOLLOWED
         cls.has_samples_first = (
-            cls.batch_axis is not BatchAxis.FOLLOWED
+            not cls.follows_samples
             and cls.batch_axis_in is SampleAxes.batch_axis_in
             and cls.batch_axis_out is SampleAxes.batch_axis_out
         )
@@ -56,7 +59,6 @@ class SampleAxes(Interface):
             cls.has_samples_first
             and cls.layouts is SampleAxes.layouts
             and cls._layout_out is SampleAxes._layout_out
-            and cls.sees_samples_first is SampleAxes.sees_samples_first
         )
 
     @staticmethod
@@ -117,10 +119,6 @@ class SampleAxes(Interface):
     def trailing_axes(self, module: Module) -> int:
         """Return how many of the last axes are not like the others (``BatchAxis.LEADING``)."""
         return 1
-
-    def sees_samples_first(self, module: Module) -> bool:
-        """Return whether the rule sees the tensors as they are, if their samples come first."""
-        return True
 
     def usual_layout(self, call: Call) -> Layout | None:
         """Return where the samples are if they are the rows of all tensors, and known to be.
@@ -308,7 +306,7 @@ class SampleAxes(Interface):
 
     def seen_gradients(self, call: Visit, folded: bool) -> Sequence[Tensor | None]:
         """Return the gradients at a call's outputs with the samples where the rule expects them."""
-        if self.batch_axis is BatchAxis.FOLLOWED or call.is_of_copies:
+        if self.follows_samples or call.is_of_copies:
             return call.g_out
         axes = (self.batch_axis_out(call.module, i) for i in range(len(call.outputs)))
         grads = call.gradients(folded)

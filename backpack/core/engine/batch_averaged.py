@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.derivatives.loss_hessian import LossHessian
-from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.engine import call_products
 from backpack.core.engine.modified_losses import loss_scale
 from backpack.core.engine.plan import Plan
@@ -139,7 +138,7 @@ class BatchAveragedBackpropagation:
         chain = len(inputs) == len(call.origins_in) == len(call.outputs) == 1
         # a parameter that is used again above or below has a block with the input
         chain = chain and self._is_alone(call)
-        if chain and call.samples_come_first and derivatives.batch_axis is not BatchAxis.FOLLOWED:
+        if chain and call.samples_come_first and not derivatives.follows_samples:
             ((node, _),) = inputs
             self._add(node, node, derivatives.batch_averaged(c.at(self.subsampling), own))
             nodes = [(n, j) for n, j in nodes if n is not node]

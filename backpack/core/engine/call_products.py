@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from backpack.core.derivatives.evaluation import spread
-from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.derivatives.vectors import first_of, listed
 from backpack.core.record.context import Context
 from backpack.core.record.layout import CPU, Place
@@ -166,7 +165,7 @@ def second_diagonal(c: Context) -> Tensor:
         need(c.call.views)
     call, rule = c.call, c.call.derivatives
     diagonal = rule.hessian_diag(c)
-    if call.moves_no_columns or call.is_of_copies or rule.batch_axis is BatchAxis.FOLLOWED:
+    if call.moves_no_columns or call.is_of_copies or rule.follows_samples:
         return diagonal
     return diagonal.movedim(rule.batch_axis_in(c.module, 0), 0)
 
@@ -224,7 +223,7 @@ class _RuleView:
             need(self.call.views)
         self.rule: Any = c.call.derivatives
         self.selected = c.rows
-        self.follows = self.rule.batch_axis is BatchAxis.FOLLOWED
+        self.follows = self.rule.follows_samples
         self.is_folded = self.call.is_of_copies
         # the rule gets all rows where they cannot be selected
         self.sees_all_rows = self.follows and c.rows is not None and self._rows_differ()

@@ -16,7 +16,6 @@ from backpack.core import fast, memory
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.affine import with_one
 from backpack.core.derivatives.reductions import gram
-from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.engine import call_products, extracted, sources
 from backpack.core.engine.blocks import WHOLE_BLOCK_ENTRIES, axis_factors, block, marginals
 from backpack.core.engine.factored import FactoredGrad
@@ -102,7 +101,7 @@ class Products:
         self._averaged = self.num_samples
         if terms is not None:
             self._averaged = min(u.factor.mat.shape[1] for u in uses)
-        follows = rule is not None and rule.batch_axis is BatchAxis.FOLLOWED
+        follows = rule is not None and rule.follows_samples
         # whether the derivatives can reduce on their own: one use, every row a sample, in order
         self._reduces = (
             not others

@@ -168,7 +168,9 @@ class SampleFlow:
             for i in paths:  # functions that were not seen all the same
                 self._check(call, i, paths[i], is_loss)
             return
-        after = next((self.next[mark] for mark in call.origins_out if mark in self.next), None)
+        after = None
+        for mark in call.origins_out:
+            after = self.next.get(mark, after)
         if call.trained and not is_loss and not call.is_unbatched:
             own = self.note_samples(call)
             if after is not None and after[1] != own and not _are_tied(call, after[0]):
@@ -273,11 +275,9 @@ class SampleFlow:
             sources = {key: mark for key, mark in sources.items() if samples_in(mark) == rows > 1}
         if not sources:
             return
-        if foreign:
-            self.found.unknown[f"functions before {describe(call.module)}"] = None
-            return
-        apart = are_apart(call.module, path._replace(sources=sources), axis, is_loss)
-        if apart is None and not all(map(is_unpacked, path.nodes)):
+        path = path._replace(sources=sources)
+        apart = None if foreign else are_apart(call.module, path, axis, is_loss)
+        if apart is None and (foreign or not all(map(is_unpacked, path.nodes))):
             self.found.unknown[f"functions before {describe(call.module)}"] = None
         if apart is False:
             self._note_functions(call, path)

@@ -106,15 +106,10 @@ def note_inputs(
         has_samples = len(x) == count
         if numbered and x.dim() > 1 and not x.is_floating_point():
             has_samples = False  # such as two rows of numbers of nodes, those that edges connect
-        own = Layout.of_axis(x.shape, 0, assumed=True)
-        layout = own if has_samples else Layout(1, 0, True, x.dim())
+        layout = Layout(1, len(x) if has_samples else 0, True, x.dim())
         if numbered and not has_samples and len(x) > 1 and x.is_floating_point():
             layout.lost = TABLE
-        if mark is None:
-            inputs.note(x, layout)
-        else:
-            mark.layout = layout
-            inputs.marks.append(mark)
+        inputs.note(x, layout, mark)
 
 
 def _note_packed(inputs: Inputs, packed: PackedSequence) -> int:
@@ -129,11 +124,8 @@ def _note_packed(inputs: Inputs, packed: PackedSequence) -> int:
     layout = _layout_of_rows(x, numbers, sizes[0])
     assert layout is not None
     inputs.note(packed.batch_sizes, unbatched())
-    if mark is None:
-        inputs.note(x, layout)
-    elif not mark.is_output:
-        mark.layout = layout
-        inputs.marks.append(mark)
+    if mark is None or not mark.is_output:
+        inputs.note(x, layout, mark)
     return sizes[0]
 
 
@@ -228,8 +220,8 @@ def clear_inputs(module: Module, output: Any) -> None:
     inputs = end_call(module)
     if inputs is None:
         return
-    for mark in inputs.marks:
-        mark.layout = None
+    for known in inputs.marks:
+        known.layout = None
     for y in flatten_outputs(output) if inputs.others else ():
         layout, mark = layout_of(y), origin(y)
         if layout is None or mark is None or not y.dim() or len(y) not in inputs.others:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack.core.record.layout import Layout, unbatched
-from backpack.core.record.origins import origin
+from backpack.core.record.origins import Origin, origin
 
 # Why the samples are not known in memory that no function of torch has filled.
 UNFILLED = "a tensor that torch.empty_like (or new_empty) has made and something unknown filled"
@@ -35,15 +35,19 @@ class Inputs:
         """Nothing is noted yet."""
         self.module = ref(module)
         self.notes: dict[int, Note] = {}  # where the samples are, by the id of the tensor
-        self.marks: list[Any] = []  # identities of tensors with a graph, whose layout holds here
+        self.marks: list[Origin] = []  # identities of tensors with a graph, whose layout holds here
         self.samples = 0  # their number
         self.others: set[int] = set()  # what else may be that: sizes of other first axes
         self.choice = ""  # what was taken for the samples, in words
         self.rows: set[int] = set()  # ids of parameters with one row for each sample: data
 
-    def note(self, tensor: Tensor, layout: Layout) -> None:
-        """Remember where the samples are, until the call ends."""
-        self.notes[id(tensor)] = _form(tensor), layout, ref(tensor)
+    def note(self, tensor: Tensor, layout: Layout, mark: Origin | None = None) -> None:
+        """Remember where the samples are, until the call ends, at the mark of a tensor with one."""
+        if mark is None:
+            self.notes[id(tensor)] = _form(tensor), layout, ref(tensor)
+        else:
+            mark.layout = layout
+            self.marks.append(mark)
 
 
 class _Calls(local):

@@ -220,7 +220,7 @@ class PlacedCall(ModuleState):
             self.is_unbatched, self.unbatched_inputs = False, ()
             return
         self.samples_come_first = (
-            (rule is None or rule.sees_samples_first(self.module))
+            not (rule is not None and rule.follows_samples)
             and all(map(_is_first, layouts_in, self.shape_in))
             and all(map(_is_first, layouts_out, self.shape_out))
         )
@@ -242,7 +242,7 @@ class PlacedCall(ModuleState):
         if shape[0] != shape_in[0] or not layout.has_rows(shape_in):
             return False
         rule = self.derivatives
-        return rule is not None and rule.has_samples_first and rule.sees_samples_first(self.module)
+        return rule is not None and rule.has_samples_first
 
     def set_layouts_in(self, layouts: Iterable[Layout | None]) -> None:
         """Note where the samples are in the inputs."""
