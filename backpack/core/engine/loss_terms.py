@@ -120,9 +120,9 @@ class LossTerms:
         for node in path.nodes:
             if kind(node) in ("NllLoss", "NllLoss2D") and _divides_by_targets(node):
                 self.divided[f"a loss that is not extended ({node.name()})"] = None
-        counts = {*map(samples_in, path.sources.values())} - {0, 1}
-        if averages_chosen(path, counts):
+        if averages_chosen(path):
             self.divided[f"a loss that is not extended ({path.start[0].name()})"] = None
+        counts = _numbers_of_samples(path)
         for node in _carrying(path) if counts else ():
             if kind(node) in EXPANDING and counts & _added_sizes(node):
                 self.unknown[f"{node.name()}, which expands predictions to more entries"] = None
@@ -186,11 +186,12 @@ class LossTerms:
         return False
 
 
-def averages_chosen(path: Path, counts: Set[int], is_mean: bool = False) -> bool:
-    """Whether a mean is over rows that were chosen of these numbers of samples, as by a mask.
+def averages_chosen(path: Path, is_mean: bool = False) -> bool:
+    """Whether a mean is over rows that were chosen of the samples, as by a mask.
 
     It divides by their number. ``is_mean``: what reads the path is a mean.
     """
+    counts = _numbers_of_samples(path)
     seen, stack = set(), [(path.start[0], is_mean)] if counts else []
     while stack:
         node, averages = each = stack.pop()
@@ -205,6 +206,10 @@ def averages_chosen(path: Path, counts: Set[int], is_mean: bool = False) -> bool
         averages |= getattr(node, "_saved_reduction", None) == MEAN
         stack += [(parent, averages) for parent, _ in parents]
     return False
+
+
+def _numbers_of_samples(path: Path) -> set[int]:
+    return {*map(samples_in, path.sources.values())} - {0, 1}
 
 
 def _chooses_rows(node: Any, counts: Set[int]) -> bool:

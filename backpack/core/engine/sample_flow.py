@@ -148,10 +148,8 @@ class SampleFlow:
             node: Any = torch._C._current_autograd_node()  # the functions of the loss itself
             path = path_above(node, 0, opens_losses=True) if is_loss else None
         owners = None if layout is None else layout.owners
-        counts = set() if path is None else {*map(samples_in, path.sources.values())} - {0, 1}
-        if (owners is not None and not owners.is_even) or (
-            path is not None and averages_chosen(path, counts, is_mean)
-        ):
+        are_uneven = owners is not None and not owners.is_even
+        if are_uneven or (path is not None and averages_chosen(path, is_mean)):
             self.found.data[f"{describe(call.module)}, {DIVIDES}"] = None
 
     def _follow(self, call: Visit, paths: Mapping[int, Path]) -> None:
@@ -211,8 +209,9 @@ class SampleFlow:
         if layout is not None and not layout.is_batched:  # such as what a parametrisation reads
             return
         axis = _axis_read(call, i)
-        if axis < x.dim() and any(given.is_moved(x, axis, i == 0) for given in self.given):
-            self.found.functions[f"{OF_DATA} {describe(call.module)}"] = None
+        for given in self.given if axis < x.dim() else ():
+            if given.is_moved(x, axis, i == 0):
+                self.found.functions[f"{OF_DATA} {describe(call.module)}"] = None
 
     def _check_loss(self, call: Visit, i: int, mark: Origin) -> None:
         """Notice samples that a reshape has brought together in one row of a loss."""

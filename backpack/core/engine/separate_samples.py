@@ -54,13 +54,7 @@ def separate_samples(plan: Plan) -> None:
             mats = [None] * len(call.outputs) if found is None else found[1]
             call.g_samples = [None if mat is None else mat.squeeze(0) for mat in mats]
             for total, each in zip(call.g_out, call.g_samples, strict=True):
-                if total is not None and (
-                    each is None
-                    or not (
-                        _add_up(each, total, call.rounding)
-                        or _cancels(plan, call, each.sum(0) - total)
-                    )
-                ):
+                if total is not None and (each is None or not _add_up(plan, call, each, total)):
                     advice = COMBINE if any(call.shape_out) else NUMBERS
                     for one in filter(attrgetter("is_unbatched"), plan.calls):
                         if any(parameter_behind(x) is not None for x in one.inputs):
@@ -84,15 +78,16 @@ def separate_samples(plan: Plan) -> None:
         deliver(plan, call, factors, cotangents, None)
 
 
-def _add_up(each: Tensor, total: Tensor, rounding: float) -> bool:
-    """Whether the gradients of samples are those that autograd has summed.
+def _add_up(plan: Plan, call: Visit, each: Tensor, total: Tensor) -> bool:
+    """Whether the gradients of samples are those that autograd has summed, up to rounding.
 
     In half precisions, half of the digits tell nothing: the norm does, of many entries.
     """
-    difference = each.sum(0) - total
-    if rounding > FINE and _norm(difference) > 10 * rounding * (_norm(each) + _norm(total)):
-        return False
-    return close(each.sum(0), total, rounding)
+    rounding, difference = call.rounding, each.sum(0) - total
+    add_up = close(each.sum(0), total, rounding)
+    if add_up and rounding > FINE:
+        add_up = _norm(difference) <= 10 * rounding * (_norm(each) + _norm(total))
+    return add_up or _cancels(plan, call, difference)
 
 
 def _norm(x: Tensor, order: int = 2) -> float:

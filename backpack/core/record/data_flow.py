@@ -81,11 +81,12 @@ def note_inputs(
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     with_axes = [x for x in tensors if not x.is_nested and x.dim()]
     count = numbered = 0
-    for packed in [x for x in (*args, *kwargs.values()) if type(x) is PackedSequence]:
-        count = _note_packed(inputs, packed)
-        with_axes = [x for x in with_axes if x is not packed.data and x is not packed[1]]
-    for x in [x for x in with_axes if not x.requires_grad]:
-        known = noted(x)
+    for packed in (*args, *kwargs.values()):
+        if type(packed) is PackedSequence:
+            count = _note_packed(inputs, packed)
+            with_axes = [x for x in with_axes if x is not packed.data and x is not packed[1]]
+    for x in [*with_axes]:
+        known = None if x.requires_grad else noted(x)
         if known is not None and not known.assumed:  # a program has said it
             with_axes = [other for other in with_axes if other is not x]
             numbered = max(numbered, known.samples)

@@ -119,17 +119,25 @@ def _form(tensor: Tensor) -> Any:
         return None
 
 
+def _notes_with(tensor: Tensor) -> dict[int, Note]:
+    """Return the notes of the innermost call that was given a tensor, else those of all data."""
+    key = id(tensor)
+    for inputs in reversed(_calls.running):
+        found = inputs.notes.get(key)
+        if found is not None and found[2]() is tensor:
+            return inputs.notes
+    return OF_DATA
+
+
 def note(tensor: Tensor, layout: Layout | None) -> None:
     """Remember where the samples of a tensor without a graph are; None: no longer known."""
-    key = id(tensor)
-    running = [inputs.notes for inputs in reversed(_calls.running) if key in inputs.notes]
-    notes = next((notes for notes in running if notes[key][2]() is tensor), None)
+    key, notes = id(tensor), _notes_with(tensor)
     if layout is None:
-        (OF_DATA if notes is None else notes).pop(key, None)
-    elif notes is not None:
-        notes[key] = _form(tensor), layout, ref(tensor)
+        notes.pop(key, None)
+    elif notes is OF_DATA:
+        notes[key] = _form(tensor), layout, ref(tensor, lambda _: OF_DATA.pop(key, None))
     else:
-        OF_DATA[key] = _form(tensor), layout, ref(tensor, lambda _: OF_DATA.pop(key, None))
+        notes[key] = _form(tensor), layout, ref(tensor)
 
 
 # Functions that have mixed the samples of data: the name goes with the tensor.
@@ -158,13 +166,8 @@ def mixed_by(tensors: Iterable[Any]) -> str | None:
 
 def noted(tensor: Tensor) -> Layout | None:
     """Return what :func:`note` was told, unless the tensor got another shape or memory since."""
-    key = id(tensor)
-    for inputs in reversed(_calls.running):
-        found = inputs.notes.get(key)
-        if found is not None and found[2]() is tensor:
-            break
-    else:
-        found = OF_DATA.get(key)
+    notes = _notes_with(tensor) if _calls.running else OF_DATA
+    found = notes.get(id(tensor))
     if found is None or found[2]() is not tensor or found[0] != _form(tensor):
         return None
     return found[1]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -32,36 +31,28 @@ MARK = "_backpack_model"
 class Strided:
     """Where the entries of a tensor are, without keeping it."""
 
-    __slots__ = ("axis", "is_dense", "item", "memory", "pointer", "shape", "stride")
+    __slots__ = ("axis", "memory", "steps")
 
     def __init__(self, x: Tensor, axis: int | None = None):
         """Look at a tensor, whose samples a program may have said to be along an axis."""
+        item = x.element_size()
         self.axis = axis
-        self.pointer, self.item = x.data_ptr(), x.element_size()  # of the first entry, in bytes
-        self.memory = self.pointer - self.item * int(x.storage_offset())  # that views share
-        self.shape, self.stride, self.is_dense = x.shape, x.stride(), x.is_contiguous()
-
-    def has_rows(self, x: Tensor) -> bool:
-        """Whether a tensor has the same entries in each row, and rows may be samples."""
-        if self.pointer != x.data_ptr() or self.axis:
-            return False
-        if self.is_dense and x.is_contiguous():
-            return self.shape[0] == x.shape[0] and self.shape.numel() == x.numel()
-        return self.shape == x.shape and self.stride == x.stride()
+        self.memory = x.data_ptr() - item * int(x.storage_offset())  # begins there, for all views
+        # sizes, and bytes between entries, along each axis
+        self.steps = [*zip(x.shape, map(item.__mul__, x.stride()), strict=True)]
 
     def places(self, axes: Iterable[int]) -> list[tuple[int, int]]:
         """Return sizes, and bytes between entries, along axes that may have the samples."""
         axes = axes if self.axis is None else (self.axis,)
-        return [(self.shape[i], self.item * self.stride[i]) for i in axes if i < len(self.shape)]
+        return [self.steps[i] for i in axes if i < len(self.steps)]
 
     @property
     def has_outer_rows(self) -> bool:
         """Whether no other axis of the size of the first one has larger steps."""
         if self.axis:
             return False
-        size, step = self.shape[0], self.stride[0]
-        axes = zip(self.shape, self.stride, strict=True)
-        return size < 2 or all(n != size or other <= step for n, other in axes)
+        size, step = self.steps[0]
+        return size < 2 or all(n != size or other <= step for n, other in self.steps)
 
 
 @dataclass(eq=False)
@@ -85,18 +76,17 @@ class Given:
         keep the order of the axes in memory, as views do. Arguments of the model have their samples
         along the first axis, or along this one. ``is_computed``: it may be made of those.
         """
-        if axis == 0:
-            for known in self.tensors:
-                if known.has_rows(x):
+        read, axes, is_argument = Strided(x), {0, axis}, False
+        place = read.steps[axis]
+        for known in self.tensors:
+            if known.memory == read.memory:
+                is_argument = True
+                if place in known.places(axes):
                     return False
-        read, axes = Strided(x), {0, axis}
-        if read.shape[axis] < 2 or read.shape[axis] not in self.sizes(axes):  # known by that
+        if place[0] < 2 or place[0] not in self.sizes(axes):  # known by that
             return False
-        same = [known for known in self.tensors if known.memory == read.memory]
-        if same:
-            return read.places([axis])[0] not in chain(*(known.places(axes) for known in same))
-        if not is_computed or axis or read.has_outer_rows:
-            return False
+        if is_argument or not is_computed or axis or read.has_outer_rows:
+            return is_argument
         return all(known.has_outer_rows for known in self.tensors)
 
 
