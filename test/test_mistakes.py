@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from backpack import backpack, disable, extend, extensions
 from backpack.core.derivatives import register
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.engine import functions_apart
+from backpack.core.engine import paths
 from backpack.extensions import (
     GGNMP,
     HMP,
@@ -1314,7 +1314,7 @@ def test_functions_between_are_looked_at_once_for_each_structure() -> None:
     calls = []
     model = Between(MIXING["centred"][0])
     for T in (3, 6, 3, 7):  # another number of positions is no other structure
-        with mock.patch.object(functions_apart, "vjp", wraps=functions_apart.vjp) as looked:
+        with mock.patch.object(paths, "vjp", wraps=paths.vjp) as looked:
             (message,) = warnings_of(lambda T=T: sequences(model, T, BatchGrad()))
         assert "mixes" in message
         calls.append(looked.call_count)
@@ -1379,13 +1379,13 @@ def test_ordinary_functions_between_are_looked_at_once(name: str) -> None:
     function, T = ORDINARY[name]
     model = Between(function)
     sequences(model, T, BatchGrad())
-    with mock.patch.object(functions_apart, "vjp") as looked:
+    with mock.patch.object(paths, "vjp") as looked:
         sequences(model, T, BatchGrad())
     assert not looked.called
 
 
 def test_functions_between_are_no_matter_of_curvature() -> None:
-    with mock.patch.object(functions_apart, "vjp") as looked:
+    with mock.patch.object(paths, "vjp") as looked:
         run(Between(), DiagGGNExact())
     assert not looked.called
 

@@ -14,7 +14,6 @@ import torch
 from torch import Size, Tensor
 
 from backpack.context import CTX, without_autocast
-from backpack.core.engine.functions_apart import most_samples
 from backpack.core.engine.paths import (
     Edge,
     HiddenGradients,
@@ -22,6 +21,7 @@ from backpack.core.engine.paths import (
     describe_structure,
     is_unpacked,
     is_whole,
+    most_samples,
     path_above,
     samples_in,
 )

@@ -1,23 +1,36 @@
 """The autograd graph between a tensor and what recorded calls have returned: a path of functions.
 
-Its nodes are called one by one. The engine would run hooks, and reach recorded calls.
+Whether they leave the samples apart, or bring some together, is found out by calling its nodes: a
+cotangent at the rows of some samples gives a gradient at those rows alone, if they do. The nodes
+are called one by one: the engine would run hooks, and reach recorded calls.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
-from backpack.core.engine.spread import each_of, saved_floats, saved_names, saved_tensors, shape_of
+from backpack.core.engine.spread import (
+    UnknownSpreadError,
+    each_of,
+    saved_floats,
+    saved_names,
+    saved_tensors,
+    shape_of,
+    spread,
+)
 from backpack.core.record.calls import LARGE
-from backpack.core.record.origins import Origin, is_output
+from backpack.core.record.layout import CPU
+from backpack.core.record.origins import WRAPPERS, Origin, is_output
 from backpack.hessianfree.graph import nodes_above
 
 # A node, and which of its outputs.
@@ -150,3 +163,189 @@ def describe_structure(path: Path) -> Hashable:
         ]
     )
     return path.start[1], tuple(entries), at
+
+
+# ------------------------------------------------------------------ samples that meet
+
+# How many entries (or rows) of a tensor are looked at.
+PLACES = 7
+# Takes the place of nodes.
+Run = Callable[..., Any]
+
+
+class Verdict(NamedTuple):
+    """Whether functions keep samples apart, and for which stored values that was found out."""
+
+    apart: bool | None  # None if that could not be found out
+    values: list[float | Tensor] | None = None  # what they have stored then; None: it holds for any
+
+
+# What was found out of the functions before a module, by their structure.
+_known: WeakKeyDictionary[Module, dict[Hashable, Verdict]] = WeakKeyDictionary()
+
+
+def are_apart(module: Module, path: Path, axis: int, is_loss: bool) -> bool | None:
+    """Whether the rows that a module reads depend on those of one sample each, and on which.
+
+    It reads samples along an axis of what the path has computed; the rows of a loss may be any
+    samples, one each. None if that cannot be found out.
+    """
+    known = _known.setdefault(module, {})
+    key = (is_loss, axis, describe_structure(path))
+    verdict = known.get(key)
+    if verdict is None:
+        apart = _evaluate(path, axis, is_loss, spread)
+        verdict = known[key] = Verdict(apart, None if apart else [math.nan])
+    if verdict.values is None:
+        return verdict.apart
+    values = stored_values(path.nodes)  # it depends on what is stored, such as a permutation
+    if values is None or not _are_equal(values, verdict.values):
+        verdict = Verdict(_evaluate(path, axis, is_loss), values)
+        if values is not None:
+            known[key] = verdict
+    return verdict.apart
+
+
+def _evaluate(path: Path, axis: int, is_loss: bool, run: Run | None = None) -> bool | None:
+    """Call the functions; None if they cannot be called, or nothing comes of that."""
+    if not all(map(is_unpacked, path.nodes)):
+        return None
+    if is_loss:
+        most = most_samples(path, [path.start], [axis], run)
+        return None if most is None else most == 1
+    shape, found = shape_of(*path.start).shape, False
+    numbers = torch.arange(shape[axis], device=CPU)
+    bits = [(numbers >> bit) & 1 == 1 for bit in range((shape[axis] - 1).bit_length())]
+    for rows in [*bits, *[~bit for bit in bits]]:  # of each two rows, one has one, but not both
+        reached = _reached(path, [path.start], rows.view(-1, *(1,) * (len(shape) - axis - 1)), run)
+        if reached is None:
+            return None
+        if any(bool((samples & ~rows.to(samples.device)).any()) for samples in reached):
+            return False
+        found |= bool(reached)
+    return found or None
+
+
+def most_samples(
+    path: Path, edges: Sequence[Edge], axes: Collection[int], run: Run | None = None
+) -> int | None:
+    """Return on how many samples an entry depends at most, of some entries; None if not known.
+
+    Entries that are at one place along ``axes`` belong together, those of all ``edges``.
+    """
+    shapes = {tuple(shape_of(*edge).shape) for edge in edges}
+    if len(shapes) > 1:
+        return None
+    (shape,) = shapes
+    kept = [size if i in axes else 1 for i, size in enumerate(shape)]
+    numel, most = math.prod(kept), 0
+    # in no regular order, as those of a diagonal would be; none of an empty batch, refused later
+    spread_out = [int(numel * (k * 0.6180339887 % 1)) for k in range(1, PLACES - 1)]
+    for place in sorted({0, numel - 1, *spread_out}) if numel else []:
+        one = (torch.arange(numel, device=CPU) == place).view(kept)
+        reached = _reached(path, edges, one, run)
+        if reached is None:
+            return None
+        samples: dict[int, Tensor] = {}  # those of equal numbers count as one
+        for own in reached:
+            samples[len(own)] = own | samples.get(len(own), own)
+        most = max([most, *[int(own.sum()) for own in samples.values()]])
+    return most or None
+
+
+def _reached(
+    path: Path, edges: Sequence[Edge], chosen: Tensor, run: Run | None
+) -> list[Tensor] | None:
+    """Return which samples the chosen entries depend on, ``[N]`` for each source that they reach.
+
+    None if functions need the engine, or it is not known what they bring together, or where.
+    """
+    try:
+        found = vjp(path, {edge: _cotangent(*edge, chosen) for edge in edges}, run)
+        each = [_touched(grad, key, path.sources[key]) for key, grad in found.items()]
+    except RuntimeError:
+        return None
+    return [samples for samples in each if samples is not None]
+
+
+def _cotangent(node: Any, slot: int, chosen: Tensor) -> Tensor:
+    """Return a tensor whose entries differ along each axis, zero in all that are not chosen."""
+    x = shape_of(node, slot)
+    entries = chosen.to(x.device, x.dtype)
+    for i, size in enumerate(x.shape):
+        wave = torch.arange(size, device=x.device).mul(0.7391 + i).sin().add(1.5).to(x.dtype)
+        entries = entries * wave.reshape(-1, *(1,) * (len(x.shape) - i - 1))
+    return entries
+
+
+def _touched(grad: Tensor, key: Edge, mark: Origin) -> Tensor | None:
+    """Return which samples a gradient has entries of, ``[N]``; None if it has none."""
+    if mark.layout is None:
+        if not is_whole(*key):
+            raise UnknownSpreadError
+        return grad.any().expand(2) if grad.any() else None  # a number depends on all samples
+    if not grad.numel():
+        return None
+    sizes = grad.abs().nan_to_num(nan=0, posinf=0)
+    sizes = sizes.reshape(mark.layout.before, mark.layout.samples, -1).amax((0, 2))
+    largest = sizes.max()
+    return sizes > 100 * torch.finfo(sizes.dtype).eps * largest if largest > 0 else None
+
+
+def vjp(
+    path: Path, cotangents: Mapping[Edge, Tensor], run: Run | None = None
+) -> dict[Edge, Tensor]:
+    """Multiply cotangents below a path with the transposed Jacobian of its functions.
+
+    If something takes the place of nodes (``run`` is :func:`spread`), numbers other than zero are
+    one.
+    """
+    inside = set(path.nodes)
+    waiting = Counter(p for node in path.nodes for p, _ in node.next_functions if p in inside)
+    arrived: dict[Any, list[Tensor | None]] = {}
+    found: dict[Edge, Tensor] = {}
+
+    def arrive(node: Any, slot: int, grad: Tensor) -> None:
+        known = shape_of(node, slot)
+        grad = grad.sum_to_size(known.shape)
+        grad = (grad if run is None else grad != 0).to(known.dtype)
+        if node in inside:
+            there = arrived.setdefault(node, [None] * len(node._input_metadata))
+            other = there[slot]
+            there[slot] = grad if other is None else other + grad
+        elif (node, slot) in path.sources:
+            found[node, slot] = found[node, slot] + grad if (node, slot) in found else grad
+
+    with torch.no_grad():
+        for (node, slot), cotangent in cotangents.items():
+            arrive(node, slot, cotangent)
+        ready = [node for node in path.nodes if not waiting[node]]
+        while ready:
+            node = ready.pop()
+            grads = arrived.pop(node, None)
+            out: Any = (None,) * len(node.next_functions)
+            if grads is not None and is_output(node):
+                out = grads[0]
+            elif grads is not None and type(node).__name__ in WRAPPERS:  # around hooks of modules
+                out = tuple(grads)
+            elif grads is not None:
+                out = node(*grads) if run is None else run(node, *grads)
+            for (parent, slot), grad in zip(
+                node.next_functions, (out,) if isinstance(out, Tensor) else out, strict=True
+            ):
+                if grad is not None and parent is not None:
+                    arrive(parent, slot, grad)
+                if parent in waiting:
+                    waiting[parent] -= 1
+                    if not waiting[parent]:
+                        ready.append(parent)
+    return found
+
+
+def _are_equal(one: Sequence[float | Tensor], other: Sequence[float | Tensor]) -> bool:
+    return len(one) == len(other) and all(
+        (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device) and torch.equal(x, y)
+        if isinstance(x, Tensor) and isinstance(y, Tensor)
+        else type(x) is type(y) and x == y
+        for x, y in zip(one, other, strict=True)
+    )

@@ -21,10 +21,16 @@ from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.engine import checks
 from backpack.core.engine.findings import OF_DATA, Findings
 from backpack.core.engine.foreign_uses import ForeignUses
-from backpack.core.engine.functions_apart import are_apart
 from backpack.core.engine.intercept import Entry
 from backpack.core.engine.loss_terms import LossReduction, averages_chosen
-from backpack.core.engine.paths import HiddenGradients, Path, is_unpacked, path_above, samples_in
+from backpack.core.engine.paths import (
+    HiddenGradients,
+    Path,
+    are_apart,
+    is_unpacked,
+    path_above,
+    samples_in,
+)
 from backpack.core.engine.results import Writer
 from backpack.core.engine.spread import shape_of
 from backpack.core.record import data_flow

@@ -126,13 +126,8 @@ class Layout:
     """
 
     __slots__ = (
-        "_facts",
-        "_merged_into",
-        "_sources",
-        "is_assigned",
-        "is_constant",
-        "lost",
-        "owners",
+        *("_group", "_sources", "assumed", "before", "dims"),
+        *("is_assigned", "is_constant", "lost", "owners", "samples"),
     )
     # called when any layout was corrected: what was found out before has to be found out again
     on_correction: ClassVar[Callable[[], None]]
@@ -143,11 +138,14 @@ class Layout:
         samples: int,
         assumed: bool = False,
         dims: int = 0,
-        sources: Sequence[Layout] = (),  # that this one was derived from
+        sources: Sequence[Layout] = (),
         owners: Owners | None = None,
         is_constant: bool = False,
     ):
         """Store where the samples are."""
+        self.before, self.samples = before, samples  # numbers of entries, and of samples (0: none)
+        self.assumed = assumed  # whether this may be corrected
+        self.dims = dims  # number of axes of the data that the assumption was made for
         self.owners = owners  # of the entries of one axis, where they are in no order
         # Whether the entries are the same for all samples, such as those of x.new_ones(T, T):
         # nothing is lost if the axis turns out to be another one. Without samples, such as
@@ -155,9 +153,8 @@ class Layout:
         self.is_constant = is_constant
         self.is_assigned = False  # whether a program has said so
         self.lost: str | None = None  # why the samples of data could not be followed
-        self._facts = (before, samples, assumed, dims)
-        self._merged_into: Layout | None = None
-        self._sources = tuple(sources)
+        self._sources = tuple(sources)  # what this was derived from
+        self._group: list[Layout] = []  # layouts that are corrected together, if there are others
 
     def __repr__(self) -> str:
         """Show the numbers."""
@@ -169,49 +166,24 @@ class Layout:
         return cls(prod(shape[:axis]), shape[axis], assumed, len(shape))
 
     @property
-    def _root(self) -> Layout:
-        layout = self
-        while layout._merged_into is not None:
-            layout = layout._merged_into
-        return layout
+    def first(self) -> Layout:
+        """The one that stands for all those that are corrected together."""
+        return self._group[0] if self._group else self
 
     @property
     def facts(self) -> tuple[int, int, Owners | None]:
         """All that says where the samples are."""
-        root = self if self._merged_into is None else self._root
-        before, samples, *_ = root._facts
-        return before, samples, self.owners
-
-    @property
-    def before(self) -> int:
-        """Number of entries before the samples."""
-        return (self if self._merged_into is None else self._root)._facts[0]
-
-    @property
-    def samples(self) -> int:
-        """Number of samples, 0 if there are none."""
-        return (self if self._merged_into is None else self._root)._facts[1]
-
-    @property
-    def assumed(self) -> bool:
-        """Whether this may be corrected."""
-        return self._root._facts[2]
-
-    @property
-    def dims(self) -> int:
-        """Number of axes of the data that the assumption was made for."""
-        return self._root._facts[3]
+        return self.before, self.samples, self.owners
 
     @property
     def is_batched(self) -> bool:
         """Whether there are samples at all."""
-        return (self if self._merged_into is None else self._root)._facts[1] > 0
+        return self.samples > 0
 
     @property
     def samples_come_first(self) -> bool:
         """Whether the samples come first."""
-        before, samples, *_ = self._root._facts
-        return before == 1 and samples > 0 and self.owners is None
+        return self.before == 1 and self.samples > 0 and self.owners is None
 
     def is_first(self, shape: Sequence[int]) -> bool:
         """Whether the samples are along the first axis of a tensor of this shape."""
@@ -219,24 +191,21 @@ class Layout:
 
     def has_rows(self, shape: Sequence[int]) -> bool:
         """Whether each entry of the first axis of a tensor of this shape is a sample."""
-        root = self if self._merged_into is None else self._root
-        before, samples, *_ = root._facts
-        plain = before == 1 and samples > 0 and self.owners is None
-        return plain and len(shape) > 0 and samples == shape[0]
+        is_plain = self.before == 1 and self.owners is None
+        return is_plain and len(shape) > 0 and 0 < self.samples == shape[0]
+
+    def _become(self, before: int, samples: int) -> None:
+        for layout in self._group or [self]:
+            layout.before, layout.samples, layout.assumed = before, samples, False
 
     def confirm(self) -> None:
         """Take what was assumed for certain."""
-        root = self if self._merged_into is None else self._root
-        if root.is_constant:
-            return
-        before, samples, assumed, dims = root._facts
-        if assumed:
-            root._facts = (before, samples, False, dims)
+        if self.assumed and not self.is_constant:
+            self._become(self.before, self.samples)
 
     def correct(self, shape: Sequence[int], axis: int) -> None:
         """Replace what was assumed, unless it was derived from that of something else."""
-        root = self._root
-        if root._sources:
+        if self._sources:
             raise ValueError(
                 f"the samples of a tensor of shape {list(shape)} are needed along axis {axis}, but "
                 "where they are was found from the assumption that the data of the network has its "
@@ -244,35 +213,38 @@ class Layout:
                 "the rule is yours, and all leading axes are alike to the module, say "
                 "`batch_axis = BatchAxis.LEADING` in it"
             )
-        root._facts = (prod(shape[:axis]), shape[axis], False, root._facts[3])
+        self._become(prod(shape[:axis]), shape[axis])
         Layout.on_correction()
 
     @property
     def ancestors(self) -> set[Layout]:
-        """All that this was found from, itself included."""
-        found = {self._root: None}
-        waiting = [self._root]  # one may be its own source, once layouts that agree are one
-        for root in waiting:
-            new = {source._root: None for source in root._sources if source._root not in found}
+        """All that this was found from, itself included: the first ones of those alike."""
+        found = {self.first: None}
+        waiting = [self.first]  # one may be its own source, once layouts that agree are one
+        for layout in waiting:
+            new = {source.first: None for source in layout._sources if source.first not in found}
             found |= new
             waiting += new
         return {*found}
 
     def mark_unbatched(self) -> None:
         """Note that there are no samples, here and in what this was derived from."""
-        for root in self.ancestors:
-            root._facts, root.is_constant = (1, 0, False, root._facts[3]), False
+        for layout in self.ancestors:
+            layout.is_constant = False
+            layout._become(1, 0)
         Layout.on_correction()
 
     def unify(self, other: Layout) -> None:
         """Let two layouts that agree be one, so that they are corrected together."""
-        one, two = self._root, other._root
-        if one is two or self.facts != other.facts or one.is_constant != two.is_constant:
+        if self.first is other.first or self.facts != other.facts:
             return
-        if two.assumed and not one.assumed:
-            one, two = two, one
-        if one.assumed:
-            one._merged_into = two
+        if self.is_constant != other.is_constant or not (self.assumed or other.assumed):
+            return
+        certain, assumed = (self, other) if other.assumed and not self.assumed else (other, self)
+        group = [*(certain._group or [certain]), *(assumed._group or [assumed])]
+        for layout in group:
+            layout._group, layout._sources = group, certain._sources
+            layout.assumed, layout.dims = certain.assumed, certain.dims
 
     def place(self, shape: Sequence[int]) -> Place | None:
         """Find the batch axis in a tensor of this shape; None if no axis fits, or has samples."""

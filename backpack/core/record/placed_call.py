@@ -227,10 +227,9 @@ class PlacedCall(ModuleState):
         self.moves_no_columns = (
             self.samples_come_first and rule is not None and rule.has_samples_first
         )
-        self.is_unbatched = 0 in _numbers_of_samples(layouts_out)
-        self.unbatched_inputs = ()
-        if not self.is_unbatched and 0 in (counts := _numbers_of_samples(layouts_in)):
-            self.unbatched_inputs = tuple([i for i, count in enumerate(counts) if count == 0])
+        self.is_unbatched = 0 in [one.samples for one in layouts_out if one is not None]
+        without = [i for i, one in enumerate(layouts_in) if one is not None and not one.samples]
+        self.unbatched_inputs = () if self.is_unbatched else tuple(without)
 
     def _only_reshapes_rows(self) -> bool:
         """Whether the entries of the only input stay where they are in its rows, the samples."""
@@ -383,14 +382,6 @@ class PlacedCall(ModuleState):
         shapes = [list(s) for s in self.shape_in if s is not None]
         outs = [list(s) for s in self.shape_out]
         return f"{describe(self.module)} (inputs {shapes}, outputs {outs})"
-
-
-def _numbers_of_samples(layouts: Sequence[Layout | None]) -> list[int | None]:
-    numbers: list[int | None] = []
-    for one in layouts:
-        known = one if one is None or one._merged_into is None else one._root
-        numbers.append(None if known is None else known._facts[1])
-    return numbers
 
 
 def _is_first(layout: Layout | None, shape: Size | None) -> bool:
