@@ -371,15 +371,12 @@ class Following:
         """Return the inputs as they are, and with the entries of each sample of another one."""
         own = {i: self.call.inputs[i].detach() for i in self._varied}
         result = dict(own)
-        for i, x in own.items():
-            place = self.call.place_in(i)
-            if place is not None and place.owners is not None:
-                result[i] = x.roll(1, place.axis)
+        for i in own.keys() & self.batched:
+            x, layout, place = own[i], self.batched[i], self.call.place_in(i)
+            if layout.owners is None:
+                result[i] = x.reshape(layout.before, layout.samples, -1).roll(1, 1).view(x.shape)
             elif place is not None:
-                rows = place.to_canonical(x)
-                per_sample = len(rows) // place.samples
-                whole = place.from_canonical(rows.roll(per_sample, 0).unsqueeze(0), per_sample)
-                result[i] = whole.squeeze(0)
+                result[i] = x.roll(1, place.axis)
         return [own, result]
 
     def _are_varied(self, one: Mapping[int, Tensor], other: Mapping[int, Tensor]) -> bool:

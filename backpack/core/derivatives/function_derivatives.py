@@ -114,10 +114,6 @@ class FunctionDerivatives(AutomaticDerivatives):
         places = map(c.call.place_out, range(len(c.outputs)))
         return [None if place is None else place.axis for place in places]
 
-    def has_sample_tangents(self, call: Call, i: int) -> bool:
-        """Return whether input ``i`` has no samples while the output has."""
-        return i in call.unbatched_inputs
-
     def seen(
         self, call: Call, inputs: Sequence[Any], outputs: Sequence[Tensor]
     ) -> tuple[list[Any], list[Tensor]]:

@@ -32,16 +32,9 @@ class BatchAxis(Enum):
 
 
 class SampleAxes(Interface):
-    """The part of a rule that is about samples: see :class:`BaseDerivatives` for the others.
+    """The part of a rule that is about samples: see :class:`BaseDerivatives` for the others."""
 
-    Attributes:
-        batch_axis: Where the rule expects the samples.
-        follows_samples: Whether that is where they are, which the rule needs to know.
-        has_samples_first: Whether the samples are along the first axis of all that the rule sees.
-        has_usual_layouts: Whether they are along the first axis of all that it returns, then.
-    """
-
-    batch_axis: ClassVar[BatchAxis] = BatchAxis.FIXED
+    batch_axis: ClassVar[BatchAxis] = BatchAxis.FIXED  # where the rule expects the samples
     follows_samples: ClassVar[bool] = False
     has_samples_first: ClassVar[bool] = True
     has_usual_layouts: ClassVar[bool] = True
@@ -50,6 +43,7 @@ class SampleAxes(Interface):
         """Note what follows from the methods that a subclass overrides."""
         super().__init_subclass__(**options)
         cls.follows_samples = cls.batch_axis is BatchAxis.FOLLOWED
+        # whether the samples are along the first axis of all that it sees, and all that it returns
         cls.has_samples_first = (
             not cls.follows_samples
             and cls.batch_axis_in is SampleAxes.batch_axis_in
@@ -114,7 +108,7 @@ class SampleAxes(Interface):
 
     def has_sample_tangents(self, call: Call, i: int) -> bool:
         """Return whether input ``i`` has no samples, but its tangents have: ``[V, N, *in]``."""
-        return False
+        return self.follows_samples and i in call.unbatched_inputs
 
     def trailing_axes(self, module: Module) -> int:
         """Return how many of the last axes are not like the others (``BatchAxis.LEADING``)."""

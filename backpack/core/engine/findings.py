@@ -11,12 +11,7 @@ from backpack.core.record.data_flow import NODES_OF_GRAPHS
 from backpack.utils.warning import warn
 
 # Nodes of the autograd graph that add up chosen rows.
-ADDING_ROWS = (
-    "IndexAddBackward",
-    "IndexPutBackward",
-    "ScatterAddBackward",
-    "ScatterReduceBackward",
-)
+ADDING_ROWS = ("IndexAdd", "IndexPut", "ScatterAdd", "ScatterReduce")
 
 MODULES_THAT_MIX = "Use eval() or modules that treat samples alone, such as GroupNorm."
 
@@ -109,7 +104,7 @@ class Findings:
             of_functions = FUNCTIONS_BESIDE if self.is_converted else FUNCTIONS_THAT_MIX
             advice += [of_functions] if self.functions else []
             advice += [SAY_SO] if any(OF_DATA in name for name in self.functions) else []
-            if any(node in name for node in ADDING_ROWS for name in self.functions):
+            if any(f"{node}Backward" in name for node in ADDING_ROWS for name in self.functions):
                 advice.append(NODES_OF_GRAPHS)
             advice += [LOSS_THAT_MIXES] if in_loss else []
             warn(

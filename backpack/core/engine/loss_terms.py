@@ -165,7 +165,9 @@ class LossTerms:
         axes = range(len(shape_of(*edges[0]).shape) - (name in ROWWISE))
         if most_samples(path, edges, axes, spread) == 1:
             return True
-        between = _between(path, [edge[0] for edge in edges])
+        inside = set(path.nodes)
+        above = nodes_above([edge[0] for edge in edges], until=lambda n: n not in inside)
+        between = [n for n in above if type(n).__name__ not in RESHAPES]
         names = dict.fromkeys([node.name(), *[n.name() for n in between]])
         text = f"a loss that is not extended ({', '.join(names)})"
         most = None
@@ -224,21 +226,18 @@ def _chooses_rows(node: Any, counts: Set[int]) -> bool:
 
 def is_usual(node: Any) -> bool:
     """Whether a loss has the form that most have: then nothing else is looked at, to save time."""
-    while (name := kind(node)) in ("NllLoss", "Mean", "Sum", "Mul", "Div"):
-        parents = [parent for parent, _ in node.next_functions]
-        if parents[0] is None or any(parent is not None for parent in parents[1:]):
+    while True:
+        name, edges = kind(node), node.next_functions
+        if not edges or edges[0][0] is None or any(parent is not None for parent, _ in edges[1:]):
             return False
+        parent, slot = edges[0]
+        if name not in ("NllLoss", "Mean", "Sum", "Mul", "Div"):
+            break
         if name in ("Mul", "Div") and shape_of(node, 0).shape:
             return False  # weights, which may depend on all samples
-        node = parents[0]
-    edges = node.next_functions
-    if not edges or any(parent is not None for parent, _ in edges[1:]):
-        return False
-    parent, slot = edges[0]
-    mark = None if parent is None else parent.metadata.get(("backpack", slot))
-    if mark is None or not mark.is_output or mark.by_container:
-        return False
-    layout = mark.layout
+        node = parent
+    mark = parent.metadata.get(("backpack", slot))
+    layout = None if mark is None or not mark.is_output or mark.by_container else mark.layout
     if layout is None or not layout.is_batched:
         return False
     if name == "LogSoftmax":
@@ -288,13 +287,6 @@ def _carrying(path: Path) -> set[Any]:
             found.add(node)
             stack += readers.get(node, [])
     return found
-
-
-def _between(path: Path, nodes: Sequence[Any]) -> list[Any]:
-    """Return some nodes of a path and those above them, without nodes that only reshape."""
-    inside = set(path.nodes)
-    found = nodes_above(nodes, until=lambda node: node not in inside)
-    return [node for node in found if type(node).__name__ not in RESHAPES]
 
 
 def _is_linear(node: Any, carriers: Sequence[int]) -> bool | None:

@@ -173,15 +173,11 @@ PLACES = 7
 Run = Callable[..., Any]
 
 
-class Verdict(NamedTuple):
-    """Whether functions keep samples apart, and for which stored values that was found out."""
-
-    apart: bool | None  # None if that could not be found out
-    values: list[float | Tensor] | None = None  # what they have stored then; None: it holds for any
-
-
-# What was found out of the functions before a module, by their structure.
-_known: WeakKeyDictionary[Module, dict[Hashable, Verdict]] = WeakKeyDictionary()
+# Whether functions before a module keep samples apart (None: nobody knows), by their structure, and
+# for which stored values that was found out (None: it holds for any).
+Values = list[float | Tensor]
+_known: WeakKeyDictionary[Module, dict[Hashable, tuple[bool | None, Values | None]]]
+_known = WeakKeyDictionary()
 
 
 def are_apart(module: Module, path: Path, axis: int, is_loss: bool) -> bool | None:
@@ -192,18 +188,18 @@ def are_apart(module: Module, path: Path, axis: int, is_loss: bool) -> bool | No
     """
     known = _known.setdefault(module, {})
     key = (is_loss, axis, describe_structure(path))
-    verdict = known.get(key)
-    if verdict is None:
+    if key not in known:
         apart = _evaluate(path, axis, is_loss, spread)
-        verdict = known[key] = Verdict(apart, None if apart else [math.nan])
-    if verdict.values is None:
-        return verdict.apart
+        known[key] = apart, None if apart else [math.nan]
+    apart, found_for = known[key]
+    if found_for is None:
+        return apart
     values = stored_values(path.nodes)  # it depends on what is stored, such as a permutation
-    if values is None or not _are_equal(values, verdict.values):
-        verdict = Verdict(_evaluate(path, axis, is_loss), values)
+    if values is None or not _are_equal(values, found_for):
+        apart = _evaluate(path, axis, is_loss)
         if values is not None:
-            known[key] = verdict
-    return verdict.apart
+            known[key] = apart, values
+    return apart
 
 
 def _evaluate(path: Path, axis: int, is_loss: bool, run: Run | None = None) -> bool | None:

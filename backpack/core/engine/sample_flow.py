@@ -177,8 +177,10 @@ class SampleFlow:
             after = self.next.get(mark, after)
         if call.trained and not is_loss and not call.is_unbatched:
             own = self.note_samples(call)
-            if after is not None and after[1] != own and not _are_tied(call, after[0]):
-                self._note_size(call, own, *after)
+            if after is not None and after[1] != own:
+                used = {*map(id, after[0].trained.values())}
+                if used.isdisjoint(map(id, call.trained.values())):  # tied gradients meet
+                    self._note_size(call, own, *after)
             after = call, own
         elif after is not None and not is_loss and _combines_entries(call):
             own = _samples_of(call)
@@ -341,11 +343,6 @@ class SampleFlow:
         if seed.numel() != 1 or seed.item() != 1:
             return None
         return self.reduction or (None if terms is None else terms.reduction)
-
-
-def _are_tied(one: Visit, other: Visit) -> bool:
-    """Whether two calls use the same parameters: their gradients are brought together."""
-    return any(p is q for p in one.trained.values() for q in other.trained.values())
 
 
 def _axis(call: Visit, i: int, out: bool = False) -> int:

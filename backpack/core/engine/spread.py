@@ -157,10 +157,7 @@ def _expand(g: Tensor, shape: Sequence[int], axes: Sequence[int]) -> Tensor:
     else:
         for axis in axes:
             g = g.unsqueeze(axis)
-    try:
-        return g.expand(shape)
-    except RuntimeError as error:  # such as fewer rows that are gathered
-        raise UnknownSpreadError from error
+    return g.expand(shape)  # an error where it does not fit, such as fewer rows that are gathered
 
 
 def _products(g: Tensor, shapes: Sequence[Any]) -> list[Tensor | None]:
