@@ -93,8 +93,8 @@ class Step:
         ("Variance", 105, 305, 122),
         ("DiagGGNExact", 105, 390, 128),
         ("BatchGrad DiagGGNExact KFAC", 105, 800, 249),
-        ("recorded", 990, 50, 20),
-        ("recorded BatchGrad", 990, 1230, 475),
+        ("recorded", 970, 50, 20),
+        ("recorded BatchGrad", 970, 1230, 475),
     ],
     ids=["none", "first order", "second order", "all", "recorded", "recorded, first order"],
 )

@@ -22,9 +22,8 @@ from backpack.core.engine import checks
 from backpack.core.engine.findings import OF_DATA, Findings
 from backpack.core.engine.foreign_uses import ForeignUses
 from backpack.core.engine.intercept import Entry
-from backpack.core.engine.loss_terms import LossReduction, averages_chosen
+from backpack.core.engine.loss_terms import LossReduction, LossTerms, averages_chosen
 from backpack.core.engine.paths import (
-    HiddenGradients,
     Path,
     are_apart,
     is_unpacked,
@@ -65,9 +64,9 @@ class SampleFlow:
         self.next: dict[Origin | None, tuple[Visit, int]] = {}
         # what models were called with, noted before their calls are visited
         self.given: dict[Given, None] = {}
-        terms = None if entry is None else entry.terms
-        hidden = HiddenGradients() if terms is None else terms.hidden
-        self.uses = ForeignUses(exts, self.given, hidden)  # of parameters that functions read
+        self.terms = LossTerms(()) if entry is None or entry.terms is None else entry.terms
+        # of parameters that functions read as well
+        self.uses = ForeignUses(exts, self.given, self.terms.hidden)
         self.layers: dict[int, list[Module]] = {}  # by their number of samples
         self.axes = {0}  # along which they are
 
@@ -304,20 +303,19 @@ class SampleFlow:
         written, there is nothing to warn of.
         """
         self.compare_sizes()
-        terms = None if self.entry is None else self.entry.terms
+        terms = self.terms
         hidden = dict(self.found.data)  # where no gradient passes, such as frozen layers
         for given in self.given:
             hidden.update(dict.fromkeys(given.mixing))
         hidden |= dict.fromkeys(data_flow.take_mixing(before=start))
-        if terms is not None and self.looks_at_loss:
+        if self.looks_at_loss:
             hidden |= {f"{name}, {DIVIDES}": None for name in terms.divided}
-        mixing = () if terms is None else [*terms.mixing]
-        marks: dict[str, Any] = {**self.found.tell(results, mixing, [*hidden])}
-        if terms is not None and terms.leaves and results:
+        marks: dict[str, Any] = {**self.found.tell(results, [*terms.mixing], [*hidden])}
+        if terms.leaves and results:
             self.uses.tell_penalties(terms.leaves)
         if self.looks_at_loss and (reduction := self._known_reduction()) is not None:
             marks["_backpack_reduction"] = reduction
-        unknown = self.found.unknown | ({} if terms is None else terms.unknown)
+        unknown = self.found.unknown | terms.unknown
         if unknown:
             marks["_backpack_undecided"] = checks.listed(unknown)
         return marks
@@ -337,12 +335,10 @@ class SampleFlow:
 
     def _known_reduction(self) -> LossReduction | None:
         """Return what the loss does with its terms; None if something may have rescaled it."""
-        if self.entry is None or self.entry.seed is None:
+        seed = None if self.entry is None else self.entry.seed
+        if seed is None or seed.numel() != 1 or seed.item() != 1:
             return None
-        terms, seed = self.entry.terms, self.entry.seed
-        if seed.numel() != 1 or seed.item() != 1:
-            return None
-        return self.reduction or (None if terms is None else terms.reduction)
+        return self.reduction or self.terms.reduction
 
 
 def _axis(call: Visit, i: int, out: bool = False) -> int:
