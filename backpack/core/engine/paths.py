@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -46,13 +47,12 @@ class Path(NamedTuple):
     leaves: list[Tensor]  # without a history, such as parameters
 
 
+@dataclass
 class HiddenGradients:
     """Parameters whose gradients change while functions of Python compute their own."""
 
-    def __init__(self) -> None:
-        """Watch nothing yet."""
-        self.found: dict[Parameter, None] = {}
-        self.handles: list[RemovableHandle] = []  # to be removed after the backward pass
+    found: dict[Parameter, None] = field(default_factory=dict)
+    handles: list[RemovableHandle] = field(default_factory=list)  # for the end of the backward pass
 
     def watch(self, nodes: Iterable[Any], modules: Sequence[Module]) -> None:
         """Find those of modules that change while a node runs."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from threading import local
 from types import FrameType
 from typing import Any
@@ -28,18 +29,18 @@ Note = tuple[Any, Layout, ref[Tensor]]
 OF_DATA: dict[int, Note] = {}
 
 
+@dataclass(eq=False)
 class Inputs:
     """What one call of a model was given: where the samples are holds for that call alone."""
 
-    def __init__(self, module: Module):
-        """Nothing is noted yet."""
-        self.module = ref(module)
-        self.notes: dict[int, Note] = {}  # where the samples are, by the id of the tensor
-        self.marks: list[Origin] = []  # identities of tensors with a graph, whose layout holds here
-        self.samples = 0  # their number
-        self.others: set[int] = set()  # what else may be that: sizes of other first axes
-        self.choice = ""  # what was taken for the samples, in words
-        self.rows: set[int] = set()  # ids of parameters with one row for each sample: data
+    module: ref[Module]
+    # where the samples are, by the id of the tensor; identities of those with a graph that say it
+    notes: dict[int, Note] = field(default_factory=dict)
+    marks: list[Origin] = field(default_factory=list)
+    samples: int = 0  # their number
+    others: set[int] = field(default_factory=set)  # what else may be that: sizes of first axes
+    choice: str = ""  # what was taken for the samples, in words
+    rows: set[int] = field(default_factory=set)  # ids of parameters with a row for each sample
 
     def note(self, tensor: Tensor, layout: Layout, mark: Origin | None = None) -> None:
         """Remember where the samples are, until the call ends, at the mark of a tensor with one."""
@@ -67,7 +68,7 @@ def begin_call(module: Module) -> tuple[Inputs, bool]:
         _clear_interrupted(module)
     owners = filter(None, (inputs.module() for inputs in _calls.running))
     is_part = any(module is part for owner in owners for part in owner.modules())
-    inputs = Inputs(module)
+    inputs = Inputs(ref(module))
     _calls.running.append(inputs)
     return inputs, is_part
 
