@@ -185,7 +185,7 @@ class FunctionDerivatives(AutomaticDerivatives):
                 layout.mark_unbatched()
                 return
         doubtful = [x for x in batched if x[-1].assumed and not is_all_data(x[-1])]
-        others = len({id(layout.first) for *_, layout in batched}) > 1
+        others = len({id(layout.root) for *_, layout in batched}) > 1
         doubtful.sort(key=lambda entry: (entry[2], entry[0], entry[1], is_of_inputs(entry[-1])))
         ranks = [entry[:3] for entry in batched]
         if not doubtful or not others or (len(set(ranks)) == 1 and len(doubtful) == len(batched)):

@@ -248,12 +248,12 @@ def is_all_data(layout: Layout) -> bool:
     """Whether nothing that the model at hand was called with has samples if this has none."""
     known = _layouts_of(running()[-1]) if running() else ()
     batched = [one for one in known if one.is_batched and not one.is_constant]
-    return bool(batched) and all(one.first in layout.ancestors for one in batched)
+    return bool(batched) and all(one.root in layout.ancestors for one in batched)
 
 
 def is_of_inputs(layout: Layout) -> bool:
     """Whether this says where the samples are in what a model that runs was called with."""
-    return any(one.first is layout.first for i in running() for one in _layouts_of(i))
+    return any(one.root is layout.root for i in running() for one in _layouts_of(i))
 
 
 def assumption_behind(layouts: Iterable[Layout]) -> str:

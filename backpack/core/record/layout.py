@@ -166,7 +166,7 @@ class Layout:
         return cls(prod(shape[:axis]), shape[axis], assumed, len(shape))
 
     @property
-    def first(self) -> Layout:
+    def root(self) -> Layout:
         """The one that stands for all those that are corrected together."""
         return self._group[0] if self._group else self
 
@@ -218,14 +218,14 @@ class Layout:
 
     @property
     def ancestors(self) -> set[Layout]:
-        """All that this was found from, itself included: the first ones of those alike."""
-        found = {self.first: None}
-        waiting = [self.first]  # one may be its own source, once layouts that agree are one
-        for layout in waiting:
-            new = {source.first: None for source in layout._sources if source.first not in found}
-            found |= new
-            waiting += new
-        return {*found}
+        """All that this was found from, itself included: the roots of those alike."""
+        found: set[Layout] = set()
+        waiting = [self.root]
+        for layout in waiting:  # which grows
+            if layout not in found:
+                found.add(layout)
+                waiting += [source.root for source in layout._sources]
+        return found
 
     def mark_unbatched(self) -> None:
         """Note that there are no samples, here and in what this was derived from."""
@@ -236,7 +236,7 @@ class Layout:
 
     def unify(self, other: Layout) -> None:
         """Let two layouts that agree be one, so that they are corrected together."""
-        if self.first is other.first or self.facts != other.facts:
+        if self.root is other.root or self.facts != other.facts:
             return
         if self.is_constant != other.is_constant or not (self.assumed or other.assumed):
             return
