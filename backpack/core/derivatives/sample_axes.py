@@ -146,8 +146,8 @@ class SampleAxes(Interface):
         module, leading = call.module, self.batch_axis is BatchAxis.LEADING
         self._check_partners(call)
         for i, layout in enumerate(call.layouts_in):
-            is_fixed = self.batch_axis is BatchAxis.FIXED
-            if layout is None and call.computed[i] and is_fixed and self.batch_axis_in(module, i):
+            own = 0 if leading else self.batch_axis_in(module, i)
+            if layout is None and call.computed[i] and own:
                 raise ValueError(
                     f"{call!r} reads a tensor that a function has computed. Make the function a "
                     "module, or use extend(model, use_converter=True)."
@@ -156,7 +156,6 @@ class SampleAxes(Interface):
             if layout is None or shape is None:
                 continue
             if not layout.is_batched:
-                own = 0 if leading else self.batch_axis_in(module, i)
                 if layout.assumed and own > 0:  # data: the module knows better
                     layout.correct(shape, own)
             elif leading:

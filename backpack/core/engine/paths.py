@@ -171,13 +171,11 @@ def describe_structure(path: Path) -> Hashable:
 PLACES = 7
 # Takes the place of nodes.
 Run = Callable[..., Any]
-
-
-# Whether functions before a module keep samples apart (None: nobody knows), by their structure, and
-# for which stored values that was found out (None: it holds for any).
-Values = list[float | Tensor]
-_known: WeakKeyDictionary[Module, dict[Hashable, tuple[bool | None, Values | None]]]
-_known = WeakKeyDictionary()
+# Whether functions keep samples apart (None: nobody knows), and for which stored values that was
+# found out (None: it holds for any).
+Verdict = tuple[bool | None, list[float | Tensor] | None]
+# What was found out of the functions before a module, by their structure.
+_known: WeakKeyDictionary[Module, dict[Hashable, Verdict]] = WeakKeyDictionary()
 
 
 def are_apart(module: Module, path: Path, axis: int, is_loss: bool) -> bool | None:
@@ -212,7 +210,7 @@ def _evaluate(path: Path, axis: int, is_loss: bool, run: Run | None = None) -> b
     shape, found = shape_of(*path.start).shape, False
     numbers = torch.arange(shape[axis], device=CPU)
     bits = [(numbers >> bit) & 1 == 1 for bit in range((shape[axis] - 1).bit_length())]
-    for rows in [*bits, *[~bit for bit in bits]]:  # of each two rows, one has one, but not both
+    for rows in [*bits, *[~bit for bit in bits]]:  # one of them has one of any two rows alone
         reached = _reached(path, [path.start], rows.view(-1, *(1,) * (len(shape) - axis - 1)), run)
         if reached is None:
             return None
