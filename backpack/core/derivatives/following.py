@@ -438,7 +438,7 @@ def _owners_of(rows: int, layouts: Iterable[Layout | None]) -> set[tuple[int, ..
 
 
 def _joined(one: Tensor, other: Tensor) -> Tensor:
-    """Number the samples that entries depend on which depend on both of these."""
+    """Number the sample of entries that depend on both of these: ``SEVERAL`` if they differ."""
     differ = (one != NONE) & (other != NONE) & (one != other)
     return torch.where(differ, SEVERAL, torch.where(other == NONE, one, other))
 

@@ -178,7 +178,7 @@ class SampleFlow:
             own = self.note_samples(call)
             if after is not None and after[1] != own:
                 used = {*map(id, after[0].trained.values())}
-                if used.isdisjoint(map(id, call.trained.values())):  # tied gradients meet
+                if used.isdisjoint(map(id, call.trained.values())):  # those of tied ones are one
                     self._note_size(call, own, *after)
             after = call, own
         elif after is not None and not is_loss and _combines_entries(call):

@@ -267,7 +267,9 @@ class Layout:
             return torch.full((), -1, device=CPU)
         place = self.place(shape)
         if place is None or place.owners is None:
-            return _spread(range(samples) if owners is None else owners.numbers, before, shape)
+            in_order = torch.arange(samples, device=CPU)
+            of_axis = in_order if owners is None else torch.tensor(owners.numbers, device=CPU)
+            return _spread(of_axis, before, shape)
         of_axis = torch.tensor(place.owners.numbers, dtype=torch.long, device=CPU)
         return of_axis.reshape(-1, *(1,) * (len(shape) - place.axis - 1))
 
@@ -299,13 +301,12 @@ class Layout:
         return cls(prod(shape[:axis]), samples, owners=of_entries)
 
 
-def _spread(numbers: Sequence[int], before: int, shape: Sequence[int]) -> Tensor | None:
+def _spread(of_axis: Tensor, before: int, shape: Sequence[int]) -> Tensor | None:
     """Give numbers along ``[before, numbers, after]`` a shape; None if it does not fit."""
-    inner, rest = divmod(prod(shape), before * len(numbers))
+    inner, rest = divmod(prod(shape), before * len(of_axis))
     if rest:
         return None
-    of_axis = torch.tensor(numbers, device=CPU)[:, None]
-    return of_axis.expand(before, len(numbers), inner).reshape(tuple(shape))
+    return of_axis[:, None].expand(before, len(of_axis), inner).reshape(tuple(shape))
 
 
 def _owners(numbers: Tensor, samples: int) -> tuple[int, Owners] | None:
@@ -327,7 +328,7 @@ def _place_of_owners(before: int, owners: Owners, shape: tuple[int, ...]) -> Pla
         known = (i for i, size in enumerate(shape) if size == len(owners.numbers))
         axis = next((i for i in known if prod(shape[:i]) == before), None)
         return None if axis is None else Place(axis, 1, owners.samples, owners)
-    numbers = _spread(owners.numbers, before, shape)
+    numbers = _spread(torch.tensor(owners.numbers, device=CPU), before, shape)
     found = None if numbers is None else _owners(numbers, owners.samples)
     if found is None or prod(shape[: found[0]]) > 1:
         return None
