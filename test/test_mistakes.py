@@ -1390,6 +1390,41 @@ def test_functions_between_are_no_matter_of_curvature() -> None:
     assert not looked.called
 
 
+class TwoLayers(nn.Module):
+    """A function of two layers, one of whose results has the samples in their order."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(3, 3)
+        self.function, self.slot = function, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.first(x), self.second(x))
+
+
+def both_orders(model: TwoLayers, a: Tensor) -> Tensor:
+    return model.last(torch.stack([a, a.flip(0)]).unbind(0)[model.slot])
+
+
+def test_each_output_of_a_function_between_is_looked_at() -> None:
+    model = extend(TwoLayers(lambda a, b: both_orders(model, a)))
+    x, y, loss = torch.randn(N, 4), torch.randn(N, 3), extend(nn.MSELoss())
+    for slot in (0, 1, 0, 1):
+        model.slot = slot
+        with backpack(BatchGrad()):
+            found = warnings_of(lambda: loss(model(x), y).backward())
+        assert len(found) == slot and all("mixes the samples" in message for message in found)
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_loss_that_reads_two_layers_whose_samples_meet(mixes: bool) -> None:
+    model = extend(TwoLayers(lambda a, b: a - (b.flip(0) if mixes else b)))
+    x, y, loss = torch.randn(N, 4), torch.randn(N, 3), extend(nn.MSELoss())
+    with backpack(BatchGrad()):
+        found = warnings_of(lambda: loss(model(x), y).backward())
+    assert len(found) == mixes and all("mixes the samples" in message for message in found)
+
+
 @pytest.mark.parametrize("name", ["centred", "transposed, as many positions"])
 def test_dp_sgd_refuses_functions_that_mix_samples(name: str) -> None:
     function, T, _ = MIXING[name]
