@@ -107,14 +107,12 @@ class State:
         samples: The samples whose rows travel.
         cotangents: Columns that have arrived, by tensor.
         pending: Uses of parameters that are used several times.
-        terms: How many terms of the loss have columns of their own; None if samples do not mix.
     """
 
     part: Part
     samples: Rows
     cotangents: dict[Origin, Factor] = field(default_factory=dict)
     pending: dict[Parameter, list[Use]] = field(default_factory=dict)
-    terms: int | None = None
 
     def restricted(self, part: Part, samples: Rows, rows: Callable[[Visit, Rows], Rows]) -> State:
         """Return a slice; ``rows`` says which rows of a call some samples have."""
@@ -130,11 +128,11 @@ class State:
             return replace(factor, mat=cut(factor.mat), groups=groups, weights=cut(factor.weights))
 
         def cut_use(use: Use) -> Use:
-            mats = [cut(mat) for mat in use.mats]
-            return Use(use.call, use.name, cut_factor(use.factor), rows(use.call, samples), mats)
+            own, mats = rows(use.call, samples), list(map(cut, use.mats))
+            return Use(use.call, use.name, cut_factor(use.factor), own, mats)
 
         cotangents = {origin: cut_factor(factor) for origin, factor in self.cotangents.items()}
-        pending = {p: [cut_use(use) for use in uses] for p, uses in self.pending.items()}
+        pending = {p: list(map(cut_use, uses)) for p, uses in self.pending.items()}
         return State(part, samples, cotangents, pending)
 
 
@@ -178,10 +176,9 @@ class Backpropagation:
                     "each sample, but a module of the network mixes the samples. Use eval(), or "
                     "register derivatives (backpack.core.derivatives.register)."
                 )
-        self.mixing = plan.mixing
-        if self.mixing and not plan.base and wanted.is_of_samples:
+        if plan.mixing and not plan.base and wanted.is_of_samples:
             plan.check_one_batch_for_all(wanted.savefields)
-        self.is_plain = not (self.rules or self.mixing or torch.is_grad_enabled())
+        self.is_plain = not (self.rules or plan.mixing or torch.is_grad_enabled())
         # whether other columns may stand for the same matrices: nobody sees them
         self.may_reduce = FEWER_COLUMNS.is_on and self.is_plain and not wanted.shows_columns
         self.is_large = plan.bytes >= LARGE_NETWORK
@@ -238,11 +235,13 @@ class Backpropagation:
     def _extract(self, uses_of: Mapping[Parameter, list[Use]], state: State) -> None:
         """Let the extensions have what is complete, at once; gather slices."""
         extraction = self.extraction
+        # terms of the loss that have columns of their own
+        terms = len(state.part.samples) if self.plan.mixing else None
         if self.is_all and (self.is_one_slice or state.part.is_whole):
             wanted, bases, options = extraction.wanted, extraction.bases, extraction.options
-            extract(uses_of, self.exts, wanted, self.save, state.terms, bases, *options)
+            extract(uses_of, self.exts, wanted, self.save, terms, bases, *options)
         else:
-            extraction.gather(uses_of, state.part, state.terms)
+            extraction.gather(uses_of, state.part, terms)
 
     # ------------------------------------------------------------------ slices
 
@@ -261,7 +260,7 @@ class Backpropagation:
         few = size * whole * (whole // max(1, plan.base)) <= limit
         rows = self.subsampling and plan.rows(call, self.subsampling)
         num_v = source.num_columns(rows if few else slice(0, 1))
-        if self.mixing:
+        if plan.mixing:
             calls = [c for c in plan.calls if c is call or c not in plan.losses]
             per_column = size * max(self._entries(c, c.shape_in + c.shape_out) for c in calls)
         else:
@@ -288,10 +287,8 @@ class Backpropagation:
 
     def _split(self, state: State, call: Visit) -> list[State]:
         """Slice what has arrived so that a call's columns at its input are small."""
-        if self.mixing or call not in self.plan.going_on:
-            return [state]
         outs = [state.cotangents[o] for o in call.origins_out if o in state.cotangents]
-        if not outs:
+        if self.plan.mixing or call not in self.plan.going_on or not outs:
             return [state]
         ins = [
             shape
@@ -319,7 +316,7 @@ class Backpropagation:
         factors = source.columns(
             rows, slice(columns.start, columns.stop) if columns else slice(None)
         )
-        if not self.mixing:
+        if not self.plan.mixing:
             return factors
         terms = len(part.samples)
         return [
@@ -349,15 +346,12 @@ class Backpropagation:
                 return
         parts = self._first_parts(source)
         self.returns_memory = len(parts) > 1 and self.is_large
-        column = plan.column_bytes() if len(parts) == 1 and not self.mixing else None
+        column = plan.column_bytes() if len(parts) == 1 and not plan.mixing else None
         self.is_one_slice = column is not None and len(parts[0].columns) * column <= self.limit
         for part in self._with_bar("slices", parts):
-            samples: Rows = self.subsampling
-            if not self.is_one_slice:
-                samples = part.chosen(plan.base, self.subsampling)
+            chosen = self.subsampling
+            samples = chosen if self.is_one_slice else part.chosen(plan.base, chosen)
             state = State(part, None if plan.mixing else samples)
-            if self.mixing:
-                state.terms = len(part.samples)
             starts = self._start(source, part, samples)
             deliver(plan, source.call, starts, state.cotangents, state.samples)
             self._carry(state, calls)
@@ -381,10 +375,7 @@ class Backpropagation:
             self._through(state, call)
         if state.pending:
             for p, uses in state.pending.items():
-                state.pending[p] = found = aligned(self.plan, uses)
-                for use in found if found is not uses else ():
-                    ratio = use.factor.mat.shape[1] // use.factor.groups
-                    self.extraction.rows_per_sample[use.call] = ratio
+                state.pending[p] = aligned(self.plan, uses)
             self._extract(state.pending, state)
 
     def _through(self, state: State, call: Visit) -> None:
@@ -396,9 +387,6 @@ class Backpropagation:
         del found  # columns are freed once they have travelled on
         plan, cotangents, samples = self.plan, state.cotangents, state.samples
         rows = None if samples is None else plan.rows(call, samples)
-        rows_per_sample = self.extraction.rows_per_sample
-        ratio = factor.mat.shape[1] // factor.groups
-        rows_per_sample[call] = max(ratio, rows_per_sample.get(call, 1))
         if self.rules is not None:
             go_on = partial(self._deliver, state, call, factor)
             if self.rules.through(call, mats, samples, go_on):
@@ -426,13 +414,13 @@ class Backpropagation:
     ) -> None:
         """Carry columns at the inputs of a call on, of the groups and weights of a factor."""
         factors: list[Factor | None] = []
-        groups, weights, adds_up, had = factor.groups, factor.weights, factor.adds_up, factor.mat
         for mat in mats:
             if mat is None:
                 factors.append(None)
             else:  # the rule of a user may return other columns
-                merged = factor.merged if len(mat) == len(had) else 1
-                factors.append(Factor(mat, groups, weights, adds_up, merged))
+                merged = factor.merged if len(mat) == len(factor.mat) else 1
+                own = Factor(mat, factor.groups, factor.weights, factor.adds_up, merged)
+                factors.append(own)
         deliver(self.plan, call, factors, state.cotangents, state.samples)
 
     def _hand_over(
@@ -446,7 +434,6 @@ class Backpropagation:
         if groups < factor.groups:  # no layer has brought the rows of a sample together so far
             mats = [m if m is None else factor.holding(m).coarsened(groups).mat for m in mats]
             factor = factor.coarsened(groups)
-            self.extraction.rows_per_sample[c.call] = factor.mat.shape[1] // groups
         for name, p in c.call.trained.items():
             use = Use(c.call, name, factor, c.rows, mats)
             if p in self.left_out:
@@ -467,7 +454,7 @@ class Backpropagation:
         """
         num_v, rows, *shape = factor.mat.shape
         size = prod(shape)
-        is_reducible = (
+        if not (
             self.may_reduce
             and num_v > size > 0
             and factor.weights is None
@@ -475,8 +462,7 @@ class Backpropagation:
             and factor.groups == rows
             and state.part.columns == state.part.all_columns
             and (num_v - size) * self._work_above(call) > SLOWER * num_v * size**2
-        )
-        if not is_reducible:
+        ):
             return factor
         everything = range(size)
         state.part = replace(state.part, columns=everything, all_columns=everything)

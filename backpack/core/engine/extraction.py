@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from operator import attrgetter
 from typing import Any
@@ -25,11 +26,11 @@ from backpack.core.engine.extracted import (
     Bases,
     max_factor_size,
 )
-from backpack.core.engine.factors import Factor, columns_of_sources
+from backpack.core.engine.factors import columns_of_sources
 from backpack.core.engine.plan import Plan
 from backpack.core.engine.products import Products
 from backpack.core.engine.slices import Gathered, Part
-from backpack.core.engine.uses import Use
+from backpack.core.engine.uses import Use, uses_without_columns
 from backpack.core.lazy import lazy
 from backpack.core.record.layout import Owners
 from backpack.core.record.visits import Visit
@@ -51,7 +52,6 @@ class Extraction:
         options: What products are told of the group: the largest Kronecker factor, and at which
             positions the loss counts a target.
         bases: Bases of sums of squares, by parameter.
-        rows_per_sample: How many rows of a call belong to one independent sample.
         of_source: For each parameter what slices of the source at hand have brought.
         totals: For each parameter the quantities of the sources before, but for products with each
             column.
@@ -85,7 +85,7 @@ class Extraction:
         self._summed = self.wanted - self._in_bases
         if self.is_unsliced:  # what does not come in one piece is made of the products themselves
             self._summed = self._summed - UNSLICED | {COLUMNS}
-        self.rows_per_sample: dict[Visit, int] = {}
+        self._rows_per_sample: dict[Visit, int] = {}  # how many belong to one independent sample
         self.is_second = False
         self.totals: dict[Parameter, dict[str, Any]] = {}
         self.columns: dict[Parameter, list[tuple[Tensor, int]]] = {}
@@ -100,6 +100,10 @@ class Extraction:
     def gather(self, uses_of: Mapping[Parameter, list[Use]], part: Part, terms: int | None) -> None:
         """Add the products of a slice to those of its source."""
         for p, uses in uses_of.items():
+            for use in uses:
+                ratio = use.factor.mat.shape[1] // use.factor.groups
+                known = self._rows_per_sample.get(use.call, 1)
+                self._rows_per_sample[use.call] = max(ratio, known)
             if not self.is_second or p in self.bases:
                 bases = self.bases.get(p)
                 # what one loss does not reach, another one may: factors of both are of one kind
@@ -157,14 +161,12 @@ class Extraction:
         return products
 
     def _whole_uses(self, p: Parameter) -> list[Use]:
-        """List the uses of a parameter with columns that have a shape but take no memory."""
-        plan, uses = self._plan, []
-        for call, name in plan.uses[p]:
-            rows = plan.rows(call, self._subsampling)
-            count = len(row_numbers(plan.num_rows(call), rows))
-            shape_only = call.outputs[0].new_empty(1).expand(1, count)
-            groups = 1 if plan.mixing else count // self.rows_per_sample.get(call, 1)
-            uses.append(Use(call, name, Factor(shape_only, groups), rows, [shape_only]))
+        """List the uses of a parameter with as many samples as what was gathered."""
+        uses = uses_without_columns(self._plan, p, self._subsampling)
+        for use in uses:
+            count = use.factor.groups
+            groups = 1 if self._plan.mixing else count // self._rows_per_sample.get(use.call, 1)
+            use.factor = replace(use.factor, groups=groups)
         return uses
 
 

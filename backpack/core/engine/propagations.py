@@ -31,7 +31,7 @@ from backpack.core.engine.extracted import (
     named,
     names_of,
 )
-from backpack.core.engine.factors import Factor, columns_apart
+from backpack.core.engine.factors import columns_apart
 from backpack.core.engine.modified_losses import loss_scale, root_of_scale
 from backpack.core.engine.plan import Plan, Producer
 from backpack.core.engine.products import Products
@@ -41,7 +41,7 @@ from backpack.core.engine.user_rules import (
     run_rule,
     saves_once,
 )
-from backpack.core.engine.uses import Use
+from backpack.core.engine.uses import uses_without_columns
 from backpack.core.record.context import context_of
 from backpack.core.record.origins import Origin
 from backpack.core.record.visits import Visit
@@ -119,16 +119,6 @@ def scaled(columns: Columns, scale: Tensor | None) -> Columns:
     if isinstance(columns, Tensor):
         return columns * scale
     return tuple(None if mat is None else mat * scale for mat in columns)
-
-
-def uses_without_columns(plan: Plan, p: Parameter, subsampling: Subsampling) -> list[Use]:
-    """Return the uses of a parameter, for quantities that do not come from columns."""
-    return [
-        Use(call, name, Factor(shape_only, shape_only.shape[1]), rows, [shape_only])
-        for call, name in plan.uses[p]
-        for rows in [plan.rows(call, subsampling)]
-        for shape_only in [p.new_empty(1).expand(1, len(row_numbers(plan.num_rows(call), rows)))]
-    ]
 
 
 class LossFactor(Propagation):

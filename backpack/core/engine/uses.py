@@ -25,7 +25,7 @@ from backpack.core.record.context import Context, context_of
 from backpack.core.record.layout import Owners
 from backpack.core.record.module_state import describe
 from backpack.core.record.visits import Visit
-from backpack.core.rows import Rows
+from backpack.core.rows import Rows, row_numbers
 
 
 @dataclass
@@ -96,6 +96,19 @@ class Use:
         for name, p in self.call.trained.items():
             uses.setdefault(p, []).append(self.of(name))  # a module may have it under two names
         return uses
+
+
+def uses_without_columns(
+    plan: Plan, p: Parameter, subsampling: Sequence[int] | None
+) -> list[Use]:
+    """Return the uses of a parameter with columns that have a shape but take no memory."""
+    uses = []
+    for call, name in plan.uses[p]:
+        rows = plan.rows(call, subsampling)
+        count = len(row_numbers(plan.num_rows(call), rows))
+        shape_only = call.outputs[0].new_empty(1).expand(1, count)
+        uses.append(Use(call, name, Factor(shape_only, count), rows, [shape_only]))
+    return uses
 
 
 def aligned(plan: Plan, uses: list[Use]) -> list[Use]:
