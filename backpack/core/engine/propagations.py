@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -27,6 +26,7 @@ from backpack.core.engine.extracted import (
     REDUCTIONS,
     UNSLICED,
     Bases,
+    fail,
     max_factor_size,
     named,
     names_of,
@@ -51,6 +51,10 @@ from backpack.utils.subsampling import subsample
 
 # Multiplications of a column from which on it pays to save one.
 MANY_COLUMNS = 2**22
+MIXED_HESSIAN = (
+    "a sample has no Hessian of its own in a network that mixes samples (batch normalisation in "
+    "training mode). {}, or use eval()."
+)
 Extensions = Sequence[Extension]
 Subsampling = Sequence[int] | None
 
@@ -112,13 +116,18 @@ def user_loss_rule(call: Visit, exts: Extensions) -> Emission | None:
     return None
 
 
-def scaled(columns: Columns, scale: Tensor | None) -> Columns:
+def scaled(emit: Emission, scale: Tensor | None) -> Emission:
     """Multiply columns at the prediction, or at every prediction; None for 1."""
     if scale is None:
-        return columns
-    if isinstance(columns, Tensor):
-        return columns * scale
-    return tuple(None if mat is None else mat * scale for mat in columns)
+        return emit
+
+    def emit_scaled(rows: Rows) -> tuple[Columns, Tensor | None]:
+        columns, weights = emit(rows)
+        if isinstance(columns, Tensor):
+            return columns * scale, weights
+        return tuple(None if mat is None else mat * scale for mat in columns), weights
+
+    return emit_scaled
 
 
 class LossFactor(Propagation):
@@ -131,8 +140,8 @@ class LossFactor(Propagation):
     offers = Propagation.offers | UNSLICED
     reads_gradients = False  # first derivatives carry the factor, which depends on the prediction
     sampled: ClassVar[bool] = False
-    # makes the columns of a loss, multiplied with a factor (None for 1)
-    emission: Callable[[Visit, Backpropagation, Tensor | None], Emission]
+    # makes the columns of a loss
+    emission: Callable[[Visit, Backpropagation], Emission]
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Backpropagate ``JᵀS``."""
@@ -158,7 +167,7 @@ class LossFactor(Propagation):
         """Return what starts at a loss: columns of a rule that a user has for it, or of its own."""
         scale = root_of_scale(call, backpropagation.extraction.savefields)
         rule = user_loss_rule(call, backpropagation.exts)
-        emit = rule or self.emission(call, backpropagation, scale)
+        emit = rule or scaled(self.emission(call, backpropagation), scale)
         return LossSource(call, emit, self.sampled)
 
 
@@ -166,19 +175,12 @@ class LossFactor(Propagation):
 class ExactFactor(LossFactor):
     """The exact factor S of the loss Hessian, ``[C, N, *out]`` at every module."""
 
-    def emission(
-        self, call: Visit, backpropagation: Backpropagation, scale: Tensor | None
-    ) -> Emission:
+    def emission(self, call: Visit, backpropagation: Backpropagation) -> Emission:
         """Make columns when they start."""
         # if nobody sees the columns, and one less saves more than it takes to find the others
         plan, shows = backpropagation.plan, backpropagation.extraction.shows_columns
         thin = not (backpropagation.rules or shows) and plan.base * plan.size >= MANY_COLUMNS
-        return lambda rows: (scaled(LossHessian(call, rows).root(thin), scale), None)
-
-
-def _of_whole_batch(columns: Tensor, scale: Tensor | None) -> Emission:
-    columns = columns if scale is None else columns * scale
-    return lambda rows: (subsample(columns, 1, rows), None)
+        return lambda rows: (LossHessian(call, rows).root(thin), None)
 
 
 @dataclass(frozen=True)
@@ -193,15 +195,13 @@ class SampledFactor(LossFactor):
         if not isinstance(self.mc_samples, int) or self.mc_samples < 1:
             raise ValueError(f"mc_samples is a positive number, got {self.mc_samples!r}.")
 
-    def emission(
-        self, call: Visit, backpropagation: Backpropagation, scale: Tensor | None
-    ) -> Emission:
+    def emission(self, call: Visit, backpropagation: Backpropagation) -> Emission:
         """Draw for the whole batch."""
         try:
             drawn = LossHessian(call).drawn_root(self.mc_samples)
         except NotImplementedError as error:  # there is nothing to draw from
             raise NotImplementedError(f"{names_of(backpropagation.exts)}: {error}") from error
-        return _of_whole_batch(drawn, scale)
+        return lambda rows: (subsample(drawn, 1, rows), None)
 
 
 @dataclass(frozen=True)
@@ -213,9 +213,7 @@ class EmpiricalFactor(LossFactor):
 
     sampled = True
 
-    def emission(
-        self, call: Visit, backpropagation: Backpropagation, scale: Tensor | None
-    ) -> Emission:
+    def emission(self, call: Visit, backpropagation: Backpropagation) -> Emission:
         """Return the gradients at the prediction."""
         hessian = LossHessian(call)
         if not hessian.is_of_one_prediction:
@@ -223,7 +221,8 @@ class EmpiricalFactor(LossFactor):
                 f"{backpropagation.extraction.savefields}: several inputs of {call!r} are "
                 "predictions, so that a sample has no gradient at one of them. Use fisher='exact'."
             )
-        return _of_whole_batch(hessian.gradient_root(), scale)
+        root = hessian.gradient_root()
+        return lambda rows: (subsample(root, 1, rows), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -344,22 +343,17 @@ class HessianFactors(Propagation):
             if is_negative(scale):
                 mat = first_of(columns)
                 weights = mat.new_full(mat.shape[:2], -1) if weights is None else -weights
-            return scaled(columns, scale.abs().sqrt()), weights
+            return columns, weights
 
-        return LossSource(call, factor)
+        return LossSource(call, scaled(factor, scale.abs().sqrt()))
 
     @staticmethod
     def _by_products(
-        plan: Plan,
-        parameters: Sequence[Any],
-        exts: Extensions,
-        subsampling: Subsampling,
-        save: Save,
+        plan: Plan, parameters: list[Any], exts: Extensions, subsampling: Subsampling, save: Save
     ) -> None:
-        """Diagonals from products with unit vectors.
+        """Make diagonals of products with unit vectors, where columns do not suffice.
 
-        Exact where columns do not suffice: the second derivative with respect to two uses of one
-        parameter, and networks that mix samples.
+        So for second derivatives with respect to two uses of one parameter, and where samples mix.
         """
         for p in parameters:
             block = CurvatureBlock(plan, p, identity, subsampling, torch.is_grad_enabled())
@@ -368,18 +362,12 @@ class HessianFactors(Propagation):
                 if per_sample or subsampling is not None:
                     refuse_coupled(plan, ext)
                     if plan.mixing:
-                        ext.fail(
-                            "a sample has no Hessian of its own in a network that mixes samples "
-                            "(batch normalisation in training mode). Use DiagHessian without "
-                            "subsampling, or eval()."
-                        )
+                        ext.fail(MIXED_HESSIAN.format("Use DiagHessian without subsampling"))
                         continue
                 if per_sample:
                     plan.check_one_batch(p)
                 products = Products(p, uses_without_columns(plan, p, subsampling), ext.needs)
-                products.set_values(
-                    {name: block.diagonal(name == "batch_square") for name in ext.needs}
-                )
+                products.set_values({n: block.diagonal(n == "batch_square") for n in ext.needs})
                 products.extract([ext], save)
 
 
@@ -421,17 +409,13 @@ class Blocks(Propagation):
         for call in plan.calls:
             if self.modify in (None, identity) or not call.couples_samples or not is_curved(call):
                 continue
-            for ext in exts:
-                ext.fail(
-                    f"the second derivative of {call!r} is one for all samples, whose positive "
-                    "part is not computed. Use eval() if this is batch normalisation."
-                )
+            fail(
+                exts,
+                f"the second derivative of {call!r} is one for all samples, whose positive "
+                "part is not computed. Use eval() if this is batch normalisation.",
+            )
         if self.modify is not None and subsampling is not None and plan.mixing:
-            for ext in exts:
-                ext.fail(
-                    "a sample has no Hessian of its own in a network that mixes samples (batch "
-                    "normalisation in training mode). Leave out subsampling, or use eval()."
-                )
+            fail(exts, MIXED_HESSIAN.format("Leave out subsampling"))
             return
         for call in plan.losses:  # an error now rather than at the first product
             rows = plan.rows(call, None if plan.mixing else subsampling)
@@ -459,43 +443,49 @@ class UserRules(Propagation):
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Run the rules from the losses to the inputs; sums over branches are the extension's."""
         (ext,) = exts
-        passed_on = partial(self._passed_on, plan, ext, subsampling, saves_once(plan, save))
-        saved = ext.saved_quantities
-
-        def arrive(values: Passed) -> None:
-            for origin, value in values:
-                saved.save_quantity(origin, value, ext.accumulate_backpropagated_quantities)
-
-        saved.clear()
+        ext.saved_quantities.clear()
         try:
-            started, calls = [], plan.calls[::-1]
-            for call in filter(plan.after_loss.__contains__, calls):
-                values = passed_on(call)
-                if call in plan.losses:
-                    started.append(values)
-                else:
-                    arrive(values)
-            for values in self._apart(plan, started, subsampling):
-                arrive(values)
-            for call in calls:
-                if call not in plan.after_loss:
-                    arrive(passed_on(call))
+            _RunOfRules(plan, ext, subsampling, saves_once(plan, save)).run()
         finally:
-            saved.clear()
+            ext.saved_quantities.clear()
 
-    def _passed_on(
-        self,
-        plan: Plan,
-        ext: Extension,
-        subsampling: Subsampling,
-        save: Callable[[Parameter, Extension, Any], None],
-        call: Visit,
-    ) -> Passed:
+
+@dataclass(frozen=True)
+class _RunOfRules:
+    plan: Plan
+    ext: Extension
+    subsampling: Subsampling
+    save: Callable[[Parameter, Extension, Any], None]
+
+    def run(self) -> None:
+        started, calls = [], self.plan.calls[::-1]
+        for call in filter(self.plan.after_loss.__contains__, calls):
+            values = self._passed_on(call)
+            if call in self.plan.losses:
+                started.append(values)
+            else:
+                self._arrive(values)
+        for values in self._apart(started):
+            self._arrive(values)
+        for call in calls:
+            if call not in self.plan.after_loss:
+                self._arrive(self._passed_on(call))
+
+    def _arrive(self, values: Passed) -> None:
+        ext = self.ext
+        for origin, value in values:
+            ext.saved_quantities.save_quantity(
+                origin, value, ext.accumulate_backpropagated_quantities
+            )
+
+    def _passed_on(self, call: Visit) -> Passed:
         """Return what the tensors that a call has read receive."""
-        quantity, rule = self._arrived(plan, call, ext, subsampling), ext.rule_for(call.module)
+        ext, producers = self.ext, self.plan.producers
+        quantity, rule = self._arrived(call), ext.rule_for(call.module)
         backs: tuple[Any, ...] = ()
         if rule is not None:
-            back = run_rule(ext, rule, context_of(call, whole=True), quantity, save, plan.base)
+            c = context_of(call, whole=True)
+            back = run_rule(ext, rule, c, quantity, self.save, self.plan.base)
             backs = back if isinstance(back, tuple) and len(call.origins_in) > 1 else (back,)
         elif call.repeats is not None:
             backs = (*[None] * call.repeats, quantity)
@@ -505,17 +495,16 @@ class UserRules(Propagation):
                 f"set_module_extension({type(call.module).__name__}, …)."
             )
         return [
-            (origin, self._at_producer(plan, call, i, plan.producers[origin], value, subsampling))
+            (origin, self._at_producer(call, i, producers[origin], value))
             for i, (origin, value) in enumerate(zip(call.origins_in, backs, strict=False))
-            if origin in plan.producers and value is not None
+            if origin in producers and value is not None
         ]
 
-    @staticmethod
-    def _apart(plan: Plan, started: list[Passed], subsampling: Subsampling) -> list[Passed]:
+    def _apart(self, started: list[Passed]) -> list[Passed]:
         """Give each of several losses columns of its own, if it is columns that they start with."""
         started = list(filter(None, started))
         are_columns = all(
-            _are_columns(value, plan.shape(plan.producers[origin], subsampling))
+            _are_columns(value, self.plan.shape(self.plan.producers[origin], self.subsampling))
             for values in started
             for origin, value in values
         )
@@ -527,31 +516,28 @@ class UserRules(Propagation):
             for values, mats in zip(started, apart, strict=True)
         ]
 
-    @staticmethod
-    def _arrived(plan: Plan, call: Visit, ext: Extension, subsampling: Subsampling) -> Any:
+    def _arrived(self, call: Visit) -> Any:
         """Take what arrived at a call: for several outputs, unless the first alone, a tuple."""
         found: list[Any] = []
         for slot, origin in enumerate(call.origins_out):
-            value = None if origin is None else ext.saved_quantities.retrieve_quantity(origin)
-            shape = plan.shape(Producer(call, slot), subsampling)
-            if isinstance(value, Tensor) and _are_columns(value, shape):
-                c = context_of(call, plan.rows(call, subsampling), whole=True)
+            value: Any = None
+            if origin is not None:
+                value = self.ext.saved_quantities.retrieve_quantity(origin)
+            if _are_columns(value, self.plan.shape(Producer(call, slot), self.subsampling)):
+                c = context_of(call, self.plan.rows(call, self.subsampling), whole=True)
                 value = call_products.shown(c, slot, value)
             found.append(value)
         return found[0] if all(value is None for value in found[1:]) else tuple(found)
 
-    @staticmethod
-    def _at_producer(
-        plan: Plan, call: Visit, i: int, producer: Producer, value: Any, subsampling: Subsampling
-    ) -> Any:
+    def _at_producer(self, call: Visit, i: int, producer: Producer, value: Any) -> Any:
         """Give columns at input ``i`` of a call the shape of the output that is its input."""
-        rows = plan.rows(call, subsampling)
+        rows = self.plan.rows(call, self.subsampling)
         if not call.moves_no_columns and isinstance(value, Tensor):
-            count = len(row_numbers(plan.num_rows(call), rows))
+            count = len(row_numbers(self.plan.num_rows(call), rows))
             own = call_products.shape_in(call, i, count)
             if value.dim() == 1 + len(own) and value.shape[1:].numel() == prod(own):
                 value = call_products.read_back(context_of(call, rows), i, value)
-        shape = plan.shape(producer, subsampling)
+        shape = self.plan.shape(producer, self.subsampling)
         return value.reshape(-1, *shape) if _are_columns(value, shape) else value
 
 
