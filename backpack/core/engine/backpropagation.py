@@ -55,18 +55,13 @@ LARGE_NETWORK = 2**25
 
 @dataclass
 class LossSource:
-    """The signed factor of a loss Hessian, scaled by what the loss was multiplied with.
-
-    Attributes:
-        call: The loss.
-        factor: Computes the columns, ``[V, rows, *d]`` at the prediction or a tuple with an entry
-            for each input, and their weights ``[V, rows]`` (None for all 1).
-        sampled: Whether the columns are random.
-    """
+    """The signed factor of a loss Hessian, scaled by what the loss was multiplied with."""
 
     call: Visit
+    # computes the columns, [V, rows, *d] at the prediction or a tuple with an entry for each input,
+    # and their weights [V, rows] (None for all 1)
     factor: Callable[[Rows], tuple[Columns, Tensor | None]]
-    sampled: bool = False
+    sampled: bool = False  # whether the columns are random
     _last: tuple[Rows, Sequence[Tensor | None], Tensor | None] | None = field(
         default=None, init=False
     )
@@ -100,19 +95,12 @@ Source = LossSource | ResidualSource
 
 @dataclass
 class State:
-    """What travels: the columns that have arrived, and uses that wait for others.
-
-    Attributes:
-        part: Which samples and columns.
-        samples: The samples whose rows travel.
-        cotangents: Columns that have arrived, by tensor.
-        pending: Uses of parameters that are used several times.
-    """
+    """What travels: the columns that have arrived, and uses that wait for others."""
 
     part: Part
-    samples: Rows
-    cotangents: dict[Origin, Factor] = field(default_factory=dict)
-    pending: dict[Parameter, list[Use]] = field(default_factory=dict)
+    samples: Rows  # whose rows travel
+    cotangents: dict[Origin, Factor] = field(default_factory=dict)  # columns that have arrived
+    pending: dict[Parameter, list[Use]] = field(default_factory=dict)  # of what is used repeatedly
 
     def restricted(self, part: Part, samples: Rows, rows: Callable[[Visit, Rows], Rows]) -> State:
         """Return a slice; ``rows`` says which rows of a call some samples have."""
@@ -449,8 +437,8 @@ class Backpropagation:
     def _reduced(self, state: State, call: Visit, factor: Factor) -> Factor:
         """Replace all that has arrived at a call by fewer columns for the same matrices.
 
-        With V columns of D entries, that saves ``V - D`` columns from there on. It pays if they
-        take more than the triangles: ``V D²`` multiplications, which are slow ones.
+        V columns of D entries become D. It pays if the others take more from there on than the
+        triangles: ``V D²`` multiplications, which are slow ones.
         """
         num_v, rows, *shape = factor.mat.shape
         size = prod(shape)

@@ -90,17 +90,11 @@ Agree = Callable[[Processes, str, bool], bool]
 
 
 class Accumulated(NamedTuple):
-    """What backward passes have added up so far.
+    """What backward passes have added up so far."""
 
-    Attributes:
-        joined: What all processes have.
-        local: What has been added on this process alone since, as under ``no_sync()``.
-        times: How many passes have added to what all processes have.
-    """
-
-    joined: Statistics | None
-    local: Statistics | None
-    times: int = 0
+    joined: Statistics | None  # what all processes have
+    local: Statistics | None  # added on this process alone since, as under ``no_sync()``
+    times: int = 0  # how many passes have added to what all processes have
 
 
 class Combining:

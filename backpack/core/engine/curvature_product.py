@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from math import prod
 from typing import Any, NamedTuple
@@ -51,21 +52,15 @@ def clip(residual: Tensor) -> Tensor:
 
 
 class Reached(NamedTuple):
-    """A call that the parameter influences.
+    """A call that the parameter influences."""
 
-    Attributes:
-        c: The call as its rule sees it, at the rows that the vectors hold.
-        names: Names of the parameter, if the call uses it: several where some are tied.
-        fed: The inputs that it influences.
-        inputs: The tangents at all inputs, None for zero.
-    """
-
-    c: Context
-    names: Sequence[str]
-    fed: list[Feed]
-    inputs: list[Tensor | None]
+    c: Context  # at the rows that the vectors hold
+    names: Sequence[str]  # of the parameter, if the call uses it: several where some are tied
+    fed: list[Feed]  # the inputs that it influences
+    inputs: list[Tensor | None]  # the tangents at all inputs, None for zero
 
 
+@dataclass(eq=False, repr=False)
 class CurvatureBlock:
     """The map ``[V, *p] -> [V, *p]`` that applies a parameter's diagonal block.
 
@@ -82,23 +77,17 @@ class CurvatureBlock:
         differentiable: Whether products have a graph.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        parameter: Parameter,
-        modify: Modify,
-        subsampling: Sequence[int] | None = None,
-        differentiable: bool = False,
-    ):
-        """Remember what the product depends on."""
-        self.plan = plan
-        self.parameter = parameter
-        self.modify = modify
-        self.subsampling = subsampling
-        self.differentiable = differentiable
-        self.read = plan.read
+    plan: Plan
+    parameter: Parameter
+    modify: Modify
+    subsampling: Subsampling = None
+    differentiable: bool = False
+
+    def __post_init__(self) -> None:
+        """Note what the reached calls have read, and which of them use the parameter."""
+        self.read = self.plan.read
         self.names: dict[Visit, list[str]] = {}
-        for call, name in plan.uses[parameter]:
+        for call, name in self.plan.uses[self.parameter]:
             self.names.setdefault(call, []).append(name)
 
     def __repr__(self) -> str:
@@ -180,8 +169,7 @@ class CurvatureBlock:
         """Return the calls that the parameter influences, with the tangents at their inputs."""
         tangents: dict[Origin, Tensor] = {}
         reached: list[Reached] = []
-        for passage in self.plan.passages(samples):
-            call, rows, feeds = passage
+        for call, rows, feeds in self.plan.passages(samples):
             names = self.names.get(call, ())
             fed = [feed for feed in feeds if feed.origin in tangents]
             if not names and not fed:
@@ -194,9 +182,7 @@ class CurvatureBlock:
             reached.append(Reached(c, names, fed, inputs))
             if call in self.plan.losses:
                 continue
-            parts = []
-            if fed:
-                parts.append(call_products.forward(c, inputs))
+            parts = [call_products.forward(c, inputs)] if fed else []
             parts += [call_products.param_forward(c, name, mat) for name in names]
             for origin, *terms in zip(call.origins_out, *parts, strict=True):
                 if origin is not None:
@@ -244,23 +230,20 @@ class CurvatureBlock:
     ) -> tuple[Sequence[Tensor | None], dict[str, Tensor]]:
         """Apply the module's second derivative to the tangents at its inputs (and parameter)."""
         call, names, inputs = c.call, at.names, at.inputs
-        derivatives = call.derivatives
-        none: list[Tensor | None] = [None] * len(inputs)
-        curved = derivatives.is_curved(call)
-        diagonal = curved and derivatives.hessian_is_diagonal(call.module)
-        is_bent = len(names) > 1 or (bool(names) and derivatives.bends_params(call))
+        bends_inputs = bool(at.fed) and call.derivatives.is_curved(call)
         if self.modify is not identity:
-            return self._modified(c, inputs, diagonal) if at.fed and curved else none, {}
-        if names and ((at.fed and len(self.plan.uses[self.parameter]) > 1) or is_bent):
-            return call_products.second(c, inputs, dict.fromkeys(names, mat), not per_sample)
-        return call_products.second(c, inputs, {}) if at.fed and curved else (none, {})
+            return self._modified(c, inputs) if bends_inputs else [None] * len(inputs), {}
+        is_used_elsewhere = at.fed and len(self.plan.uses[self.parameter]) > 1
+        is_bent = len(names) > 1 or (bool(names) and call.derivatives.bends_params(call))
+        params = dict.fromkeys(names, mat) if is_used_elsewhere or is_bent else {}
+        if params or bends_inputs:
+            return call_products.second(c, inputs, params, not per_sample)
+        return [None] * len(inputs), {}
 
-    def _modified(
-        self, c: Context, inputs: list[Tensor | None], diagonal: bool
-    ) -> list[Tensor | None]:
+    def _modified(self, c: Context, inputs: list[Tensor | None]) -> list[Tensor | None]:
         """Apply the modified second derivative, such as its positive part, for each sample."""
         assert self.modify is not None
-        if diagonal:
+        if c.call.derivatives.hessian_is_diagonal(c.call.module):
             (tangent,) = inputs
             residual = call_products.second_diagonal(c)
             return [None if tangent is None else self.modify(residual) * tangent]
@@ -277,11 +260,10 @@ class CurvatureBlock:
             return parts
 
         def joined(parts: Sequence[Tensor | None], num_v: int) -> Tensor:
+            pairs = zip((parts[i] for i in varying), sizes, strict=True)
             flat = [
-                like.new_zeros(num_v, count, size)
-                if part is None
-                else part.reshape(num_v, count, size)
-                for part, size in zip((parts[i] for i in varying), sizes, strict=True)
+                like.new_zeros(num_v, count, n) if p is None else p.reshape(num_v, count, n)
+                for p, n in pairs
             ]
             return torch.cat(flat, -1)
 

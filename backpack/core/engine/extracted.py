@@ -30,27 +30,16 @@ def max_factor_size(exts: Iterable[Extension]) -> float:
 
 
 class Reduction(NamedTuple):
-    """How values are put together: those of slices of columns and of samples, and of sources.
+    """How values are put together: those of slices of columns and of samples, and of sources."""
 
-    Attributes:
-        sample_axis: Where the samples are, None if they are summed.
-        column_axis: Where the columns are, None if they are summed.
-        degree: Power of the columns that the values carry.
-        is_average: Whether they are averages over samples, and no sums.
-        is_symmetric: Whether they are symmetric matrices (or, if a list of values, all of them).
-    """
-
-    sample_axis: int | None = None
-    column_axis: int | None = None
-    degree: int = 2
-    is_average: bool = False
-    is_symmetric: bool = False
+    sample_axis: int | None = None  # where the samples are, None if they are summed
+    column_axis: int | None = None  # where the columns are, None if they are summed
+    degree: int = 2  # power of the columns that the values carry
+    is_average: bool = False  # over samples, and no sum
+    is_symmetric: bool = False  # a symmetric matrix, or a list of these
 
     def joined(self, one: Any, other: Any) -> Any:
-        """Add the values of two sources of columns.
-
-        If they have other numbers of rows of samples, these are merged.
-        """
+        """Add the values of two sources of columns; merge rows if they have other numbers."""
         axis = self.sample_axis
         if axis is not None:
             fewest = gcd(one.shape[axis], other.shape[axis])

@@ -105,9 +105,9 @@ class Extraction:
                 known = self._rows_per_sample.get(use.call, 1)
                 self._rows_per_sample[use.call] = max(ratio, known)
             if not self.is_second or p in self.bases:
-                bases = self.bases.get(p)
+                bases = self.bases.get(p, {})
                 # what one loss does not reach, another one may: factors of both are of one kind
-                deciding = self._whole_uses(p) if len(uses) < len(self._plan.uses[p]) else None
+                deciding = self._whole_uses(p) if len(uses) < len(self._plan.uses[p]) else []
                 of_p = Products(p, uses, self.wanted, terms, bases, *self.options, deciding)
                 self._add(of_p, part)
 
@@ -153,7 +153,7 @@ class Extraction:
     def _whole(self, p: Parameter) -> Products:
         """Return the products that were put together, without columns."""
         terms = 1 if self._plan.mixing else None
-        wanted, bases = self.wanted - UNSLICED, self.bases.get(p)
+        wanted, bases = self.wanted - UNSLICED, self.bases.get(p, {})
         products = Products(p, self._whole_uses(p), wanted, terms, bases, *self.options)
         products.set_values(self.totals[p])
         if p in self.columns:

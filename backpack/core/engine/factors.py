@@ -14,23 +14,16 @@ from backpack.core.values import at_least_single
 
 
 def merge_groups(value: Tensor, groups: int, merged: int) -> Tensor:
-    """Merge groups of samples, ``[V, N, *]``, and give each columns of its own: ``[V·r, N/r, *]``.
+    """Merge samples of a value ``[V, N, *]`` to N/r groups, with columns each: ``[V·r, N/r, *]``.
 
-    Args:
-        value: A value for each column and group.
-        groups: How many there are to be, N/r.
-        merged: How many columns one of the source has become before: see :class:`Factor`.
+    One column of the source has become ``merged`` ones before: see :class:`Factor`.
     """
     by_group = value.unflatten(0, (-1, merged)).unflatten(2, (groups, -1))
     return by_group.movedim(3, 1).flatten(0, 2)
 
 
 def columns_of_sources(found: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """Join values for each column, ``[V, N, *]``, of sources; merge samples to the fewest.
-
-    Args:
-        found: The value of each source, and how many columns one of it has become before.
-    """
+    """Join values ``[V, N, *]`` of sources (see :func:`merge_groups`); merge to the fewest N."""
     if len(found) == 1:
         return found[0][0]
     fewest = gcd(*[value.shape[1] for value, _ in found])

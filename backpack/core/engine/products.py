@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from math import inf, prod
 from operator import add, attrgetter
@@ -46,66 +47,54 @@ def _apply(use: Use, method: str, *arguments: Any) -> Any:
     return call_products.param(use.c, method, use.name, mats, *arguments)
 
 
+@dataclass(eq=False)
 class Products:
     """The products of one parameter with columns, computed on demand and once.
 
     Uses of a reused or tied parameter are summed before anything nonlinear. With a single use,
     the derivatives' own reductions avoid the individual products unless someone wants those.
-
-    Attributes:
-        parameter: The parameter.
-        unit: What it is sharded together with, if it is.
-        uses: Its uses.
-        num_samples: Number of samples N that are looked at.
-        wanted: All quantities that will be asked for: a cheaper one follows from a dearer one.
-        terms: If the network mixes samples, the columns of this many terms of the loss travel
-            separately, each through the whole batch: ``V = columns · terms``.
-        bases: The bases of sums of squares, if they are not those of these products alone.
-        max_factor_size: Of Kronecker factors that are larger there is the diagonal alone.
-        counted: At which rows of all samples the loss counts a target, ``[N, R]``, and whose they
-            are, if they were chosen. None for all of them.
-        deciding: The uses that decide what the Kronecker factors are: those of all sources.
     """
 
-    def __init__(
-        self,
-        parameter: Parameter,
-        uses: list[Use],
-        wanted: Collection[str] = (),
-        terms: int | None = None,
-        bases: extracted.Bases | None = None,
-        max_factor_size: float = inf,
-        counted: tuple[Tensor, Owners | None] | None = None,
-        deciding: list[Use] | None = None,
-    ):
-        """Store what is given; compute nothing. By default, the uses decide themselves."""
-        self.parameter = parameter
-        shard = shard_of(parameter) if KNOWN else None
-        self.unit = None if shard is None else shard.group
-        self.uses = uses
-        self.wanted = wanted
-        self.terms = terms
-        self.bases = dict(bases or {})
-        self.max_factor_size = max_factor_size
-        self.counted = counted
-        self.deciding = uses if deciding is None else deciding
+    parameter: Parameter
+    uses: list[Use]
+    # all that will be asked for: a cheaper quantity follows from a dearer one
+    wanted: Collection[str] = ()
+    # if the network mixes samples, the columns of this many terms of the loss travel separately,
+    # each through the whole batch: V = columns · terms
+    terms: int | None = None
+    # of sums of squares, if they are not those of these products alone
+    bases: extracted.Bases = field(default_factory=dict)
+    # of Kronecker factors that are larger there is the diagonal alone
+    max_factor_size: float = inf
+    # at which rows of all samples the loss counts a target, [N, R], and whose they are, if they
+    # were chosen; None for all of them
+    counted: tuple[Tensor, Owners | None] | None = None
+    # the uses that decide what the Kronecker factors are: those of all sources
+    deciding: list[Use] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Find out who makes the products; compute nothing."""
+        shard = shard_of(self.parameter) if KNOWN else None
+        self.unit = None if shard is None else shard.group  # what it is sharded together with
+        self.deciding = self.deciding or self.uses
         self._values: dict[str, Any] = {}
         self._taken: set[str] = set()
         self._sources: Sequence[sources.Source] = []
-        use, *others = uses
+        use, *others = self.uses
         call, mat, rule = use.call, use.factor.mat, use.call.derivatives
-        self.num_samples = use.factor.groups
+        self.num_samples = use.factor.groups  # that are looked at
         for other in others:
             self.num_samples = min(self.num_samples, other.factor.groups)
         # how many samples averages are of: if the network mixes them, the rows of a column
         self._averaged = self.num_samples
-        if terms is not None:
-            self._averaged = min(u.factor.mat.shape[1] for u in uses)
+        if self.terms is not None:
+            self._averaged = min(u.factor.mat.shape[1] for u in self.uses)
         follows = rule is not None and rule.follows_samples
         # whether the derivatives can reduce on their own: one use, every row a sample, in order
         self._reduces = (
-            not others
-            and terms is None
+            OWN_REDUCTIONS.is_on
+            and not others
+            and self.terms is None
             and use.factor.groups == mat.shape[1]
             and not (call.is_unbatched and call.is_of_copies)
             and not (follows and call.scattered_rows())
@@ -142,8 +131,7 @@ class Products:
                 f"An extension reads {name!r}, which is not among its 'needs' (or 'reads'). Name "
                 "all that 'extract' reads there."
             )
-        is_alone = self._reduces and "individual" not in values
-        if is_alone and name in reductions.NAMES and OWN_REDUCTIONS.is_on:
+        if self._reduces and "individual" not in values and name in reductions.NAMES:
             wanted = {name} | reductions.NAMES.intersection(self.wanted) - values.keys()
             (use,) = self.uses
             values |= _apply(use, "reduced", wanted, use.factor.weights)
@@ -161,7 +149,7 @@ class Products:
     @property
     def _is_direct(self) -> bool:
         """Whether the derivatives reduce on their own, as ``__getitem__`` asks without a call."""
-        return self._reduces and "individual" not in self._values and OWN_REDUCTIONS.is_on
+        return self._reduces and "individual" not in self._values
 
     @property
     def merged(self) -> int:
@@ -192,6 +180,7 @@ class Products:
             ext.extract(self) if ext.overrides_extract else self.take(ext.needs[0]) for ext in exts
         ]
         self._values.clear()
+        self._taken.clear()
         for ext in exts:
             write(self.parameter, ext, values)
 
@@ -209,11 +198,6 @@ class Products:
         self._values.clear()
         self.uses = self.deciding = []
         return values
-
-    def resume(self, values: Mapping[str, Any], num_samples: int) -> None:
-        """Take up quantities after :meth:`settle`, of this number of samples."""
-        self._values, self._taken = dict(values), set()
-        self.num_samples = num_samples
 
     def count_of(self, name: str) -> int:
         """Return how many samples (or positions of them) a quantity is the average of."""
@@ -313,10 +297,8 @@ class Products:
     ) -> list[Tensor]:
         """Return the Kronecker factors, in the order of the parameter's axes.
 
-        Args:
-            approximation: How positions are treated.
-            first: Name of the factor that carries the scale of the loss. Default: a Gram matrix.
-            joint: Join a weight with its bias, which has none itself, then.
+        The ``first`` one (default: a Gram matrix) carries the scale of the loss, ``approximation``
+        says how positions are treated, and ``joint`` joins a weight with its bias, which has none.
         """
         if joint and self._is_joined_bias:
             return []
@@ -337,16 +319,13 @@ class Products:
         return [*inputs, scaled] if self.input_first else [scaled, *inputs]
 
     def eigenbases(self, name: str) -> Sequence[Tensor]:
-        """Return the eigenvectors of the Kronecker factors that squares are along.
-
-        Results do not vary with them. A bias that is joined with its weight has none.
-        """
+        """Return the eigenvectors of Kronecker factors; none of a bias joined with its weight."""
         if name not in self.bases:
-            with torch.no_grad():
+            with torch.no_grad():  # results do not vary with them
                 joins = name in extracted.JOINT_EIGEN_SQUARES.values() and self._is_joined_bias
                 names = extracted.IN_BASES[name]
                 factors = [] if joins else self._factors(*names, self.__getitem__)
-                self.bases[name] = [eigh_semidefinite(f)[1] for f in factors]
+                self.bases = {**self.bases, name: [eigh_semidefinite(f)[1] for f in factors]}
         return self.bases[name]
 
     @lazy
@@ -433,9 +412,7 @@ class Products:
 
         The block itself or, if that is too large, its marginals.
         """
-        if self._is_small and len(self.deciding) == 1:
-            return None
-        return self._instead_of_factors
+        return None if self._is_small and len(self.deciding) == 1 else self._instead_of_factors
 
     @lazy
     def _instead_of_factors(self) -> Callable[..., Any] | None:
@@ -480,10 +457,7 @@ class Products:
         return gram(rows.flatten(0, 2), rows.shape[2], self.max_factor_size)
 
     def _gram(self, name: str) -> Any:
-        """Compute a Gram matrix, unless all parameters of a call have it in common and it is there.
-
-        Without Kronecker factors, return what stands for them.
-        """
+        """Return what a call's parameters have in common; without factors, what stands for them."""
         if self._without_factors is not None:
             return self._without_factors(self["individual"], self.max_factor_size)
         use, *others = self.uses
@@ -520,10 +494,7 @@ class Products:
     def _factors_of_input(
         self, use: Use, num_n: int, approximation: str | None, joint: bool
     ) -> list[Tensor]:
-        """Return the Kronecker factors of one use, of one or several rows of the call.
-
-        They are averages over N samples; if ``joint``, those of the weight and its bias.
-        """
+        """Return the Kronecker factors of one use, averages over N samples; ``joint``: and bias."""
         call, rule, size = use.call, use.call.derivatives, self.max_factor_size
         if call.is_unbatched and call.is_of_copies:  # the block stands for them
             return []
@@ -575,13 +546,10 @@ def extract(
     gradients: dict[Parameter, Tensor] | None = None,
     owed: Collection[Parameter] = (),
 ) -> None:
-    """Save what extensions make of the products of parameters, one after the other.
-
-    The gradients of those in ``owed``, which somebody else wants, go to ``gradients``.
-    """
+    """Save what extensions make of products; ``gradients`` takes those that others are owed."""
     for p, uses in uses_of.items():
         names = {*wanted, "gradient"} if p in owed else wanted
-        own = None if bases is None else bases.get(p)
+        own = bases.get(p, {}) if bases else {}
         products = Products(p, uses, names, terms, own, *of_factors)
         if gradients is not None and p in owed:
             gradients[p] = products["gradient"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine import checks
 from backpack.core.engine.changed_gradients import CHANGED, find_changed, look_around_hooks
 from backpack.core.engine.combining import Combining
-from backpack.core.engine.extracted import fail, names_of
+from backpack.core.engine.extracted import OF_COUNTS, OF_SAMPLES, fail, names_of
+from backpack.core.engine.findings import OTHER_ROWS
 from backpack.core.engine.first_order import unsupported_reasons
 from backpack.core.engine.modified_losses import check_losses
-from backpack.core.engine.other_rows import tell_other_rows
 from backpack.core.engine.plan import Plan, set_apart
 from backpack.core.engine.propagations import UserRules
 from backpack.core.engine.read_back import ReadBack
@@ -112,17 +112,9 @@ class SecondOrder:
         if sample_flow is not None:
             self._tell_uncalled_layers(plan, sample_flow)
             if not sample_flow.layers:  # else first order has looked at them
-                tell_other_rows(sample_flow, plan, exts)
+                _tell_other_rows(sample_flow, plan, exts)
         separate_samples(plan)
-        groups = _grouped(
-            exts,
-            lambda ext: (
-                ext.propagation or UserRules(),
-                ext.get_subsampling(),
-                id(ext) if ext.rules else None,
-            ),
-        )
-        for (propagation, subsampling, _), members in groups:
+        for (propagation, subsampling, _), members in _grouped(exts):
             for ext in members:
                 propagation.check(ext)
             if subsampling is not None:
@@ -154,8 +146,7 @@ class SecondOrder:
                 warn(
                     f"{names_of(self.exts)}: a parameter of shape {list(p.shape)} has no result. "
                     "No module that was called has it, and a function has read it whose result "
-                    f"{call!r} reads. "
-                    f"{plan.advice(call)}"
+                    f"{call!r} reads. {plan.advice(call)}"
                 )
 
 
@@ -173,11 +164,47 @@ def _reads_gradients(ext: Extension) -> bool:
     return bool(ext.rules) or ext.propagation is None or ext.propagation.reads_gradients
 
 
-def _grouped(exts: Sequence[Extension], key: Any) -> list[tuple[Any, list[Any]]]:
-    """Group extensions with equal keys (which need not be hashable)."""
-    groups: list[tuple[Any, list[Any]]] = []
+def _tell_other_rows(flow: SampleFlow, plan: Plan, exts: Sequence[Extension]) -> None:
+    """Warn of results of samples that are not those of the batch, if first order has not.
+
+    Several rows of a layer that belong to one sample are taken so if a module behind tells that.
+    """
+    of_samples = [e for e in exts if e.get_subsampling() is not None or _reads(e, OF_SAMPLES)]
+    of_counts = [ext for ext in exts if ext in of_samples or _reads(ext, OF_COUNTS)]
+    if not of_counts:
+        return
+    for call in plan.calls:
+        is_loss = isinstance(call.derivatives, BaseLossDerivatives)
+        if is_loss or call.is_followed or call.is_unbatched:
+            continue
+        if call.trained:
+            flow.note_samples(call, plan.samples_of[call])
+        for i, mark in enumerate(call.origins_in if of_samples else ()):
+            if mark is None:
+                flow.check_data(call, i)
+    flow.compare_sizes()
+    found = flow.found
+    if found.sizes:
+        names = checks.listed([*reversed(found.sizes)])
+        warn(f"{names_of(of_counts)}: some samples are others. {OTHER_ROWS.format(names)}")
+    elif found.functions:
+        warn(
+            f"{names_of(of_samples)}: some samples are others. A layer takes the rows of its input "
+            f"for the samples of the batch, which {checks.listed(found.functions)} have moved. Use "
+            "extend(model, use_converter=True), which follows the samples.",
+        )
+
+
+def _reads(ext: Extension, names: Collection[str]) -> bool:
+    """Whether an extension is made of some of these quantities."""
+    return not {*ext.needs, *ext.reads}.isdisjoint(names)
+
+
+def _grouped(exts: Sequence[Extension]) -> list[tuple[Any, list[Extension]]]:
+    """Group extensions for which the same travels, of the same samples."""
+    groups: list[tuple[Any, list[Extension]]] = []  # keys need not be hashable
     for ext in exts:
-        own = key(ext)
+        own = ext.propagation or UserRules(), ext.get_subsampling(), id(ext) if ext.rules else None
         for other, members in groups:
             if other == own:
                 members.append(ext)

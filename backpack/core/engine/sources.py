@@ -201,17 +201,11 @@ def spans_of(count: int, entries: int, device: torch.device) -> list[slice]:
 
 @dataclass
 class Pairs:
-    """The pairs of each part of a parameter.
-
-    Attributes:
-        parts: One for each part.
-        assemble: Puts ``[*, O, I]`` of each part together: ``[*, *p]``.
-        kind: Which pairs belong to parts at the same place.
-    """
+    """The pairs of each part of a parameter."""
 
     parts: list[Pair]
-    assemble: Callable[[list[Tensor]], Tensor]
-    kind: tuple[Any, ...]
+    assemble: Callable[[list[Tensor]], Tensor]  # puts [*, O, I] of each part together: [*, *p]
+    kind: tuple[Any, ...]  # which pairs belong to parts at the same place
 
     @property
     def matrix(self) -> Pair | None:
@@ -287,17 +281,13 @@ class Pairs:
 class Cotangents:
     """Cotangents of a call whose rule multiplies without pairs (patches, looked-up rows).
 
-    Attributes:
-        c: The call, of the rows that the cotangents have.
-        name: Name of the parameter there.
-        mats: ``[V, R, *out]`` for each output; below, N counts V gradients of each sample.
-        num_samples: N; R is a multiple.
+    Below, N counts V gradients of each sample.
     """
 
-    c: Context
-    name: str
-    mats: list[Tensor | None]
-    num_samples: int
+    c: Context  # of the rows that the cotangents have
+    name: str  # of the parameter there
+    mats: list[Tensor | None]  # [V, R, *out] for each output
+    num_samples: int  # N; R is a multiple
 
     def _known(self) -> list[Tensor]:
         return [mat for mat in self.mats if mat is not None]

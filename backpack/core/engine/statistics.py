@@ -33,38 +33,21 @@ SumOfProcesses = Callable[[Map, Tensor], Tensor]
 
 
 class Name(NamedTuple):
-    """What a parameter is called on all processes.
+    """What a parameter is called on all processes."""
 
-    Attributes:
-        key: Tells it from others: its number in the wrapper, or its name in the sharded module.
-        shown: Its name, for messages.
-    """
-
-    key: str
-    shown: str
+    key: str  # tells it from others: its number in the wrapper, or its name in the sharded module
+    shown: str  # in messages
 
 
 class Statistics:
     """The statistics of a part of the batch that the results of some extensions are made of.
 
     Averages over samples are held as sums.
-
-    Attributes:
-        parameter: Whose results they are.
-        exts: The extensions, which have one propagation.
-        values: The statistics, by name.
-        rules: How those of a name are put together.
-        numbers: How many samples (or positions) they are of, if results depend on that.
-        is_sharded: Whether processes have shards of the parameter, and of what has its shape.
-        unit: What the parameter is sharded together with.
-        name: What the parameter is called on all processes, if there are several.
-        behind: What all processes have added up before, in words.
-        extract: Saves the results.
     """
 
-    unit: Any = None
-    behind: str = ""
-    extract: Callable[[Write], None]
+    unit: Any = None  # what the parameter is sharded together with
+    behind: str = ""  # what all processes have added up before, in words
+    extract: Callable[[Write], None]  # saves the results
 
     def __init__(
         self,
@@ -73,14 +56,14 @@ class Statistics:
         values: Mapping[str, Any],
         rules: Mapping[str, Reduction] = OVER_PARTS,
     ):
-        """Remember what they are for."""
+        """Remember what they are for: extensions of one propagation."""
         self.parameter = parameter
         self.exts = tuple(exts)
         self.values = dict(values)
-        self.rules = rules
-        self.numbers: dict[str, int] = {}
-        self.is_sharded = False
-        self.name = Name("", "")
+        self.rules = rules  # how those of a name are put together
+        self.numbers: dict[str, int] = {}  # of samples (or positions), if results depend on that
+        self.is_sharded = False  # whether processes have shards of what has the parameter's shape
+        self.name = Name("", "")  # if there are several processes
 
     def own_samples(self, ext: Extension) -> int | None:
         """Return the number of samples on this process, if an extension reads a value of each."""
@@ -212,7 +195,8 @@ class OfProducts(Statistics):
         for name, count in self.numbers.items():
             if name:
                 self.values[name] = _multiplied(self.values[name], 1 / max(1, count))
-        self.products.resume(self.values, self.numbers[""])
+        self.products.num_samples = self.numbers[""]
+        self.products.set_values(self.values)
         self.values = {}
         self.products.write(self.exts, write)
 

@@ -30,22 +30,13 @@ from backpack.core.rows import Rows, row_numbers
 
 @dataclass
 class Use:
-    """One use of a parameter in a reached call, and the columns at the call's outputs.
-
-    Attributes:
-        call: The call.
-        name: The parameter's name there.
-        factor: Columns at the first output that has any.
-        rows: Rows of the call that the columns hold.
-        mats: Columns at each output, None for zero.
-        c: What the rule sees of the call.
-    """
+    """One use of a parameter in a reached call, and the columns at the call's outputs."""
 
     call: Visit
-    name: str
-    factor: Factor
-    rows: Rows
-    mats: Sequence[Tensor | None]
+    name: str  # of the parameter, there
+    factor: Factor  # columns at the first output that has any
+    rows: Rows  # of the call that the columns hold
+    mats: Sequence[Tensor | None]  # columns at each output, None for zero
 
     def of(self, name: str) -> Use:
         """Return the use of another parameter of the call, with the same columns."""
@@ -98,9 +89,7 @@ class Use:
         return uses
 
 
-def uses_without_columns(
-    plan: Plan, p: Parameter, subsampling: Sequence[int] | None
-) -> list[Use]:
+def uses_without_columns(plan: Plan, p: Parameter, subsampling: Sequence[int] | None) -> list[Use]:
     """Return the uses of a parameter with columns that have a shape but take no memory."""
     uses = []
     for call, name in plan.uses[p]:
