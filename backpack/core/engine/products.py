@@ -142,6 +142,8 @@ class Products:
                 values[name] = self._of_inputs(*extracted.OF_INPUTS[name])
             elif name in extracted.GRAMS.values():
                 values[name] = self._gram(name)
+            elif name in reductions.NAMES and name != "individual":
+                values |= self._reduced(name)
             else:
                 values[name] = getattr(self, f"_{name}")()
         return values[name]
@@ -209,29 +211,28 @@ class Products:
             return sum(map(len, rows)) if rows else self.num_samples
         return sum(map(num_positions, self.uses))
 
-    def _align(self, values: list[tuple[Tensor, Use]]) -> Tensor:
-        """Sum the uses' ``[V, groups, *]`` over the uses, after merging groups to the fewest."""
-        fewest = min(use.factor.groups for _, use in values)
-        each = []
-        for value, use in values:
-            if use.factor.adds_up:
-                each.append(value.unflatten(1, (fewest, -1)).sum(2))
-            else:
-                each.append(merge_groups(value, fewest, use.factor.merged))
-        return reduce(add, each)
-
-    def _individual(self) -> Tensor:
-        values = []
+    def _of_samples(self, method: str, rows_are_samples: bool = False) -> Tensor:
+        """Sum what rules return over the rows of a sample, and over uses: ``[V, N, *]``."""
+        values, is_several = [], len(self.uses) > 1
+        fewest = min([use.factor.groups for use in self.uses]) if is_several else 0
         for use in self.uses:
-            rows, groups = use.factor.mat.shape[1], use.factor.groups
-            if groups == 1 and rows > 1:
+            groups = use.factor.groups
+            if method == "param_vjp" and groups == 1 and use.factor.mat.shape[1] > 1:
                 value = _apply(use, "param_vjp_sum").unsqueeze(1)
             else:
-                value = _apply(use, "param_vjp")
-                if groups != rows:
-                    value = value.unflatten(1, (groups, -1)).sum(2)
-            values.append((value, use))
-        products = self._align(values)
+                value = _apply(use, method)
+            if groups != value.shape[1] and not rows_are_samples:
+                value = value.unflatten(1, (groups, -1)).sum(2)
+            if is_several:  # which may have samples that others have merged
+                if use.factor.adds_up:
+                    value = value.unflatten(1, (fewest, -1)).sum(2)
+                else:
+                    value = merge_groups(value, fewest, use.factor.merged)
+            values.append(value)
+        return reduce(add, values)
+
+    def _individual(self) -> Tensor:
+        products = self._of_samples("param_vjp")
         if self.terms is not None:
             products = products.reshape(-1, self.terms, *products.shape[2:])
         return products
@@ -250,30 +251,22 @@ class Products:
         shape = (columns * count, *p.shape)
         return FactoredGrad(values, shape, p.dtype, label, norms, columns)
 
-    def _gradient(self) -> Tensor:
-        if "individual" in self._values or "individual" in self.wanted:
-            return self["individual"].sum((0, 1))
-        sums = [_apply(use, "param_vjp_sum").sum(0) for use in self.uses]
-        return reduce(add, sums)
-
-    def _batch_square(self) -> Tensor:
-        return reductions.sum_of_squares(self["individual"], self.uses[0].factor.weights)
-
-    def _square(self) -> Tensor:
-        return self["batch_square"].sum(0)
-
-    def _square_norm(self) -> Tensor:
-        if "batch_square" in self.wanted:
-            squares = self["batch_square"]
-            return squares.reshape(len(squares), -1).sum(1)
-        norms = self._square_norm_of_uses()
-        if norms is not None:
-            return norms
-        squares = self["individual"].square()
-        return squares.reshape(*squares.shape[:2], -1).sum((0, 2))
+    def _reduced(self, name: str) -> dict[str, Tensor]:
+        """Reduce the individual products, with all else that is wanted, unless it needs none."""
+        has_products = "individual" in self._values or "individual" in self.wanted
+        if name == "gradient" and not has_products:
+            sums = [_apply(use, "param_vjp_sum").sum(0) for use in self.uses]
+            return {name: reduce(add, sums)}
+        if name == "square_norm" and not (has_products or "batch_square" in self.wanted):
+            norms = self._square_norm_of_uses()
+            if norms is not None:
+                return {name: norms}
+        products, weights = self["individual"], self.uses[0].factor.weights
+        wanted = {name} | reductions.NAMES.intersection(self.wanted) - self._values.keys()
+        return reductions.of_products(products, wanted, weights)
 
     def _square_norm_of_uses(self) -> Tensor | None:
-        """Return the squared norms by Gram matrices of all uses; None if products are there, too.
+        """Return the squared norms by Gram matrices of all uses; None if that is not possible.
 
         So a weight that an embedding shares with an output layer needs no ``[N, *p]``. Uses of
         other kinds may nearly cancel (two branches that are compared): they are added up.
@@ -282,7 +275,6 @@ class Products:
             not NORMS_OF_USES.is_on
             or len(self.uses) == 1
             or self.terms is not None
-            or "individual" in {*self.wanted, *self._values}
             or any(len(u.factor.mat) > 1 or u.factor.weights is not None for u in self.uses)
         ):
             return None
@@ -330,11 +322,7 @@ class Products:
 
     @lazy
     def is_joined(self) -> bool:
-        """Whether this is a weight or a bias that have Kronecker factors together.
-
-        Raises:
-            NotImplementedError: If a weight has Kronecker factors and a bias that does not join it.
-        """
+        """Whether a weight or bias has Kronecker factors with the other; refuse if only one has."""
         pair = {"weight", "bias"}
         joining = [
             u
@@ -443,17 +431,10 @@ class Products:
             each = [_apply(use, "kron_rows", "expand") for use in self.uses]
             grams = [gram(x.flatten(0, 2), x.shape[2], self.max_factor_size) for x in each]
             return reduce(add, grams)
-        values = []
-        for use in self.uses:
-            value = _apply(use, "kron_rows")
-            groups = use.factor.groups
-            # A network that mixes samples has the factors of a Kronecker product treat the rows of
-            # a column as samples; a full block sums them first, and is exact.
-            as_samples = self.terms is not None and bool(self["input_factors"])
-            if groups != value.shape[1] and not as_samples:
-                value = value.unflatten(1, (groups, -1)).sum(2)
-            values.append((value, use))
-        rows = values[0][0] if len(values) == 1 else self._align(values)  # [V, N, G, O]
+        # A network that mixes samples has the factors of a Kronecker product treat the rows of a
+        # column as samples; a full block sums them first, and is exact.
+        rows_are_samples = self.terms is not None and bool(self["input_factors"])
+        rows = self._of_samples("kron_rows", rows_are_samples)  # [V, N, G, O]
         return gram(rows.flatten(0, 2), rows.shape[2], self.max_factor_size)
 
     def _gram(self, name: str) -> Any:
