@@ -1,8 +1,7 @@
 """The derivatives of a call, applied to columns in canonical form: ``[V, R, *rest]``.
 
-Rules see their tensors with the samples where they expect them; the engine has them first. This is
-the border between the two. A tensor without samples (of parameters) has columns ``[V, N, *shape]``,
-one for each sample, like everything else.
+This is the border between rules, which see samples where they expect them, and the engine, which
+has them first. A tensor without samples (of parameters) has columns ``[V, N, *shape]``, too.
 """
 
 from __future__ import annotations
@@ -30,17 +29,14 @@ def shape_out(call: Visit, i: int, count: int) -> list[int]:
     """Return the canonical shape of an output for a number of rows."""
     if call.rows_are_samples:
         return [count, *call.shape_out[i][1:]]
-    return _canonical_shape(call.shape_out[i], call.place_out(i), count)
+    shape, place = call.shape_out[i], call.place_out(i)
+    return [count, *(shape if place is None else place.canonical(shape))]
 
 
 def shape_in(call: Visit, i: int, count: int) -> list[int]:
     """Return the canonical shape of an input for a number of rows."""
-    shape = call.shape_in[i]
+    shape, place = call.shape_in[i], call.place_in(i)
     assert shape is not None
-    return _canonical_shape(shape, call.place_in(i), count)
-
-
-def _canonical_shape(shape: Sequence[int], place: Any, count: int) -> list[int]:
     return [count, *(shape if place is None else place.canonical(shape))]
 
 
@@ -57,11 +53,7 @@ def transposed(c: Context, v: Columns) -> list[Tensor | None]:
         backs = [back] if isinstance(back, Tensor) else list(back)
         return backs if len(backs) == len(call.inputs) else _padded(call, backs)
     view = _RuleView(c)
-    if view.is_folded:
-        like = first_of(v)
-        backs = listed(rule.vjp(view.c, _argument(_flat(v))))
-        return _padded(call, [None if b is None else b.unflatten(0, like.shape[:2]) for b in backs])
-    return view.from_inputs(rule.vjp(view.c, view.at_outputs(v)))
+    return view.from_inputs(rule.vjp(view.c, _argument(view.at_outputs(v))))
 
 
 def forward(c: Context, t: Columns) -> list[Tensor]:
@@ -71,12 +63,8 @@ def forward(c: Context, t: Columns) -> list[Tensor]:
     if repeated is not None:
         return [_repeated(call, repeated, to_input=False)]
     view = _RuleView(c)
-    tangents = _flat(t) if view.is_folded else view.at_inputs(t)
-    outs = listed(view.rule.jvp(view.c, tangents[0] if c.takes_one else tangents))
-    if view.is_folded:
-        like = first_of(t)
-        return [o.unflatten(0, like.shape[:2]) for o in outs]
-    return view.from_outputs(outs)
+    tangents = view.at_inputs(t)
+    return view.from_outputs(view.rule.jvp(view.c, tangents[0] if c.takes_one else tangents))
 
 
 def shown(c: Context, i: int, mat: Tensor) -> Tensor:
@@ -93,11 +81,11 @@ def read_back(c: Context, i: int, mat: Tensor) -> Tensor | None:
 
 def param_forward(c: Context, name: str, t: Tensor) -> list[Tensor]:
     """Apply the Jacobian with respect to a parameter: ``[V, *p]`` to tangents at the outputs."""
-    call, view = c.call, _RuleView(c)
-    outs = listed(view.rule.param_jvp(view.c, name, t.to(call.precision or t.dtype)))
+    view = _RuleView(c)
+    outs = view.rule.param_jvp(view.c, name, t.to(c.call.precision or t.dtype))
     if view.is_folded:
-        count = len(row_numbers(call.copies, c.rows))
-        return [o.unsqueeze(1).expand(-1, count, *o.shape[1:]) for o in outs]
+        count = len(row_numbers(c.call.copies, c.rows))
+        return [o.unsqueeze(1).expand(-1, count, *o.shape[1:]) for o in listed(outs)]
     return view.from_outputs(outs)
 
 
@@ -110,40 +98,32 @@ def param(c: Context, method: str, name: str, v: Columns, *arguments: Any) -> An
         return getattr(c.call.derivatives, method)(c, name, at_outputs, *arguments)
     view = _RuleView(c)
     if view.is_folded:
-        return _param_of_copies(c, method, name, v)
-    product = getattr(view.rule, method)(view.c, name, view.at_outputs(v), *arguments)
+        return _param_of_copies(view, method, name, v)
+    product = getattr(view.rule, method)(view.c, name, _argument(view.at_outputs(v)), *arguments)
     return view.in_order(product) if method in ("param_vjp", "kron_rows") else product
 
 
-def _param_of_copies(c: Context, method: str, name: str, v: Columns) -> Tensor:
+def _param_of_copies(view: _RuleView, method: str, name: str, v: Columns) -> Tensor:
     """Call such a method for a call without samples, with cotangents of each sample apart."""
-    like = first_of(v)
-    rule: Any = c.call.derivatives
-    product = rule.param_vjp_sum(c.at(None), name, _argument(_flat(v)))
-    each = product.unflatten(0, like.shape[:2])
+    product = view.rule.param_vjp_sum(view.c, name, _argument(view.at_outputs(v)))
+    each = product.unflatten(0, view.stacked)
     if method == "param_vjp":
         return each
     if method == "param_vjp_sum":
         return each.sum(1)
     if method != "kron_rows":
         raise NotImplementedError(
-            f"{method} for the parameter '{name}' of {c.call!r}, whose input has no samples: write "
-            "the operation with modules such as torch.nn.Linear."
+            f"{method} for the parameter '{name}' of {view.call!r}, whose input has no samples: "
+            "write the operation with modules such as torch.nn.Linear."
         )
-    return each.reshape(*like.shape[:2], 1, -1)
+    return each.reshape(*view.stacked, 1, -1)
 
 
 def second(c: Context, inputs: Columns, params: OfParams, sum_batch: bool = False) -> Changes:
     """Apply the second derivative of ``⟨g, y⟩``, with g the gradients at a call's outputs.
 
-    Args:
-        c: The call.
-        inputs: Tangents at the inputs, None for zero.
-        params: ``[V, *p]`` for parameters that vary as well.
-        sum_batch: Sum what is at the parameters over the samples.
-
-    Returns:
-        Cotangents at the inputs, and ``[V, R, *p]`` for each of ``params``; ``[V, *p]`` if summed.
+    Tangents are those at the inputs, None for zero, and ``[V, *p]`` of parameters that vary as
+    well. They become cotangents at the inputs, and ``[V, R, *p]``, or ``[V, *p]`` if summed.
     """
     view = _RuleView(c)
     params = {name: mat.to(c.call.precision or mat.dtype) for name, mat in params.items()}
@@ -170,15 +150,8 @@ def second_diagonal(c: Context) -> Tensor:
     return diagonal.movedim(rule.batch_axis_in(c.module, 0), 0)
 
 
-def _flat(mats: Columns) -> list[Tensor | None]:
-    return [None if m is None else m.flatten(0, 1) for m in mats]
-
-
 def _repeated(call: Visit, mat: Tensor, to_input: bool) -> Tensor:
-    """Reshape columns at a call that repeats an input, ``[V, R, *rest] -> [V, R', *rest']``.
-
-    From the output to the input, or back; entries are in one order in canonical form.
-    """
+    """Reshape columns at a call that repeats an input, whose entries are in one order."""
     i = call.repeats
     assert i is not None
     count, rows_in, rows_out = mat.shape[1], call.place_in(i), call.place_out(0)
@@ -207,23 +180,19 @@ def _padded(call: Visit, backs: list[Tensor | None]) -> list[Tensor | None]:
 
 
 class _RuleView:
-    """Columns as the rule of a call sees them, with the samples where it expects them.
+    """Columns as the rule of a call sees them, with the samples where it expects them."""
 
-    Attributes:
-        c: The call, for the rows that the rule is given.
-        rule: Its derivatives.
-        is_folded: Whether the tensors have no samples, and the columns of each sample are more
-            vectors of the rule.
-    """
+    stacked: Sequence[int]  # V and R of the vectors of a rule, if it is folded
 
     def __init__(self, c: Context):
-        self.c = c
+        self.c = c  # for the rows that the rule is given
         self.call = c.call
         if self.call.views:
             need(self.call.views)
         self.rule: Any = c.call.derivatives
         self.selected = c.rows
         self.follows = self.rule.follows_samples
+        # whether the tensors have no samples, and the columns of each are more vectors of the rule
         self.is_folded = self.call.is_of_copies
         # the rule gets all rows where they cannot be selected
         self.sees_all_rows = self.follows and c.rows is not None and self._rows_differ()
@@ -231,10 +200,7 @@ class _RuleView:
             self.c = c.at(None)
 
     def _rows_differ(self) -> bool:
-        """Whether a sample's rows are not next to each other, or one tensor has more than others.
-
-        Then those of one tensor do not tell those of another by their numbers.
-        """
+        """Whether rows of one tensor do not tell those of another: scattered, or not as many."""
         call = self.call
         tensors = [(call.place_in(i), shape) for i, shape in enumerate(call.shape_in)]
         tensors += [(call.place_out(i), shape) for i, shape in enumerate(call.shape_out)]
@@ -252,7 +218,13 @@ class _RuleView:
 
     # ------------------------------------------------------------------ columns
 
+    def _stack(self, mats: Columns) -> list[Tensor | None]:
+        self.stacked = first_of(mats).shape[:2]
+        return [None if m is None else m.flatten(0, 1) for m in mats]
+
     def at_inputs(self, mats: Columns) -> list[Tensor | None]:
+        if self.is_folded:
+            return self._stack(mats)
         found = []
         for i, mat in enumerate(mats):
             shape, place, axis = self._input(i)
@@ -264,14 +236,22 @@ class _RuleView:
         return found
 
     def from_inputs(self, backs: Any) -> list[Tensor | None]:
-        backs = [backs] if isinstance(backs, Tensor) else backs
-        return _padded(self.call, list(map(self.from_input, range(len(backs)), backs)))
+        backs = listed(backs)
+        if self.is_folded:
+            found = [None if b is None else b.unflatten(0, self.stacked) for b in backs]
+        else:
+            found = list(map(self.from_input, range(len(backs)), backs))
+        return _padded(self.call, found)
 
-    def at_outputs(self, mats: Columns) -> Any:
-        return _argument([self._to(m, *self._output(i)) for i, m in enumerate(mats)])
+    def at_outputs(self, mats: Columns) -> list[Tensor | None]:
+        if self.is_folded:
+            return self._stack(mats)
+        return [self._to(m, *self._output(i)) for i, m in enumerate(mats)]
 
-    def from_outputs(self, outs: list[Tensor]) -> list[Tensor]:
-        return [self._from(o, *self._output(i)) for i, o in enumerate(outs)]
+    def from_outputs(self, outs: Any) -> list[Tensor]:
+        if self.is_folded:
+            return [o.unflatten(0, self.stacked) for o in listed(outs)]
+        return [self._from(o, *self._output(i)) for i, o in enumerate(listed(outs))]
 
     def _input(self, i: int) -> tuple[Any, Place | None, int | None]:
         """Return the shape of an input, its batch axis, and which axis that is for the rule."""
@@ -293,7 +273,7 @@ class _RuleView:
         shape, place, axis = self._input(i)
         if mat is None or shape is None:
             return None
-        if self.follows and axis is None and place is None and not self.is_folded:
+        if self.follows and axis is None and place is None:
             # columns of a tensor without samples: a row for each of the output's, in its order
             return self._from(mat, *self._rows_of_output(), axis)
         result = self._from(mat, shape, place, axis)
