@@ -47,21 +47,21 @@ FEWER_COLUMNS = fast.path(
 )
 # How many times longer a multiplication takes in a triangular decomposition than in a product.
 SLOWER = 8
-# Bytes of the parameters from which on a backpropagation saves memory: on a CPU, its slices are
-# half as large, and what many slices have freed is returned between them. Small networks would
-# notice.
+# Bytes of the parameters from which on a backpropagation saves memory, which small networks would
+# notice: on a CPU, its slices are half as large, and what many have freed is returned between them.
 LARGE_NETWORK = 2**25
 
 
 @dataclass
 class LossSource:
-    """The signed factor of a loss Hessian, scaled by what the loss was multiplied with."""
+    """The signed factor of a loss Hessian."""
 
     call: Visit
     # computes the columns, [V, rows, *d] at the prediction or a tuple with an entry for each input,
     # and their weights [V, rows] (None for all 1)
     factor: Callable[[Rows], tuple[Columns, Tensor | None]]
     sampled: bool = False  # whether the columns are random
+    scale: Tensor | None = None  # what they are multiplied with; None for 1
     _last: tuple[Rows, Sequence[Tensor | None], Tensor | None] | None = field(
         default=None, init=False
     )
@@ -75,7 +75,9 @@ class LossSource:
         """Return the columns at each input, and their weights."""
         if self._last is None or self._last[0] != rows:
             columns, weights = self.factor(rows)
-            mats = (columns,) if isinstance(columns, Tensor) else columns
+            mats: Sequence[Tensor | None] = (columns,) if isinstance(columns, Tensor) else columns
+            if self.scale is not None:
+                mats = [None if mat is None else mat * self.scale for mat in mats]
             self._last = rows, mats, weights
         return self._last[1:]
 
@@ -97,8 +99,8 @@ Source = LossSource | ResidualSource
 class State:
     """What travels: the columns that have arrived, and uses that wait for others."""
 
-    part: Part
-    samples: Rows  # whose rows travel
+    part: Part = field(default_factory=Part)
+    samples: Rows = None  # whose rows travel
     cotangents: dict[Origin, Factor] = field(default_factory=dict)  # columns that have arrived
     pending: dict[Parameter, list[Use]] = field(default_factory=dict)  # of what is used repeatedly
 
@@ -123,6 +125,48 @@ class State:
         pending = {p: list(map(cut_use, uses)) for p, uses in self.pending.items()}
         return State(part, samples, cotangents, pending)
 
+    def deliver(self, plan: Plan, call: Visit, factors: Sequence[Factor | None]) -> None:
+        """Add columns at a call's inputs to what their producers have so far."""
+        cotangents = self.cotangents
+        for origin, factor in zip(call.origins_in, factors, strict=False):
+            producer = None if origin is None else plan.producers.get(origin)
+            if origin is None or producer is None or factor is None:
+                continue
+            maker, slot = producer
+            is_whole = self.samples is None and maker.rows_are_samples
+            shape = maker.shape_out[slot] if is_whole else plan.shape(producer, self.samples)
+            if maker.is_unbatched and factor.mat.shape[1] > shape[0]:
+                factor = factor.gathered(shape[0])
+            output = maker.outputs[slot]
+            try:
+                if factor.mat.shape[1:] != shape:
+                    factor = factor.reshaped(shape)
+                if factor.mat.device != output.device:
+                    factor = factor.on(output.device)
+            except ValueError as error:
+                raise ValueError(f"Between {producer.call!r} and {call!r}: {error}") from error
+            cotangents[origin] = cotangents[origin] + factor if origin in cotangents else factor
+
+    def fetch(self, call: Visit) -> tuple[Factor, list[Tensor | None]] | None:
+        """Take what arrived at a call's outputs: columns at one of them, and at each."""
+        if len(call.origins_out) == 1 and call.rows_are_samples:
+            (origin,) = call.origins_out
+            factor = None if origin is None else self.cotangents.pop(origin, None)
+            return None if factor is None else (factor, [factor.mat])
+        found = [None if o is None else self.cotangents.pop(o, None) for o in call.origins_out]
+        known = [f for f in found if f is not None]
+        if not known:
+            return None
+        groups = gcd(*[f.groups for f in known])
+        for i, f in enumerate(found) if call.couples_rows else ():
+            place = None if f is None else call.place_out(i)
+            if f is not None and place is not None:
+                rows = place.rows_per_sample(call.shape_out[i])
+                groups = gcd(groups, f.mat.shape[1] // rows)
+        aligned = [None if f is None else f.coarsened(groups) for f in found]
+        first = next(f for f in aligned if f is not None)
+        return first, [None if f is None else f.mat for f in aligned]
+
 
 _STEP_BETWEEN_ROWS = methodcaller("stride", 1)
 _RULES = attrgetter("rules")
@@ -131,13 +175,8 @@ _RULES = attrgetter("rules")
 class Backpropagation:
     """Carries the columns of sources back, and extracts what a group of extensions wants.
 
-    Args:
-        plan: The reached calls.
-        exts: Extensions that share the propagation.
-        subsampling: Samples they look at.
-        save: Called with each parameter, extension and value.
-        left_out: Parameters of which nothing is to be extracted.
-        bases: The bases of sums of squares. Default: of this pass's own Kronecker factors.
+    But for parameters that are ``left_out``. The ``bases`` of sums of squares are by default those
+    of its own Kronecker factors.
     """
 
     def __init__(
@@ -210,7 +249,7 @@ class Backpropagation:
         for source, factors, mats in zip(sources, starts, apart, strict=True):
             pairs = zip(factors, mats, strict=True)
             own = [None if f is None or mat is None else f.holding(mat) for f, mat in pairs]
-            deliver(plan, source.call, own, state.cotangents, state.samples)
+            state.deliver(plan, source.call, own)
         last = max(source.call.index for source in sources)
         self._carry(state, [c for c in reversed(plan.calls) if c.index < last])
 
@@ -260,18 +299,6 @@ class Backpropagation:
             count = len(row_numbers(plan.base, self.subsampling))
         part = Part(range(count), range(count), range(num_v), range(num_v))
         return [part] if samples >= count and columns >= num_v else part.split(samples, columns)
-
-    def _slices(self, state: State, call: Visit) -> list[State]:
-        """Slice what has arrived; reduce the columns before, since those of a slice cannot be."""
-        slices = self._split(state, call)
-        if len(slices) == 1 or len(state.cotangents) > 1 or state.pending:
-            return slices
-        ((origin, factor),) = state.cotangents.items()
-        fewer = self._reduced(state, call, factor)
-        if fewer is factor:
-            return slices
-        state.cotangents[origin] = fewer
-        return self._split(state, call)
 
     def _split(self, state: State, call: Visit) -> list[State]:
         """Slice what has arrived so that a call's columns at its input are small."""
@@ -340,8 +367,7 @@ class Backpropagation:
             chosen = self.subsampling
             samples = chosen if self.is_one_slice else part.chosen(plan.base, chosen)
             state = State(part, None if plan.mixing else samples)
-            starts = self._start(source, part, samples)
-            deliver(plan, source.call, starts, state.cotangents, state.samples)
+            state.deliver(plan, source.call, self._start(source, part, samples))
             self._carry(state, calls)
 
     def _with_bar(self, what: str, items: Sequence[T]) -> Iterable[T]:
@@ -353,7 +379,9 @@ class Backpropagation:
     def _carry(self, state: State, calls: Sequence[Visit]) -> None:
         """Carry columns back through calls. Slices become thinner where tensors become larger."""
         for i, call in enumerate(calls):
-            slices = [] if self.is_one_slice else self._slices(state, call)
+            if self.may_reduce and len(state.cotangents) == 1 and not state.pending:
+                self._reduce(state, call)  # before: those of a slice cannot be reduced
+            slices = [] if self.is_one_slice else self._split(state, call)
             if len(slices) > 1:
                 while slices:  # a slice is freed before the next one travels
                     if self.returns_memory:
@@ -368,12 +396,12 @@ class Backpropagation:
 
     def _through(self, state: State, call: Visit) -> None:
         """Hand over the uses of a call's parameters, and carry columns to its inputs."""
-        found = fetch(call, state.cotangents)
+        found = state.fetch(call)
         if found is None:
             return
         factor, mats = found
         del found  # columns are freed once they have travelled on
-        plan, cotangents, samples = self.plan, state.cotangents, state.samples
+        plan, samples = self.plan, state.samples
         rows = None if samples is None else plan.rows(call, samples)
         if self.rules is not None:
             go_on = partial(self._deliver, state, call, factor)
@@ -392,9 +420,6 @@ class Backpropagation:
         if not goes_on:
             return
         c.memo = None  # that of parameters
-        if self.may_reduce and len(mats) == 1 and not cotangents and not state.pending:
-            factor = self._reduced(state, call, factor)
-            mats = [factor.mat]
         self._deliver(state, call, factor, self._transposed(c, mats))
 
     def _deliver(
@@ -409,7 +434,7 @@ class Backpropagation:
                 merged = factor.merged if len(mat) == len(factor.mat) else 1
                 own = Factor(mat, factor.groups, factor.weights, factor.adds_up, merged)
                 factors.append(own)
-        deliver(self.plan, call, factors, state.cotangents, state.samples)
+        state.deliver(self.plan, call, factors)
 
     def _hand_over(
         self, state: State, c: Context, factor: Factor, mats: Sequence[Tensor | None]
@@ -434,27 +459,26 @@ class Backpropagation:
         if alone:
             self._extract(alone, state)
 
-    def _reduced(self, state: State, call: Visit, factor: Factor) -> Factor:
-        """Replace all that has arrived at a call by fewer columns for the same matrices.
+    def _reduce(self, state: State, call: Visit) -> None:
+        """Replace all that has arrived, if it has at a call, by fewer columns for its matrices.
 
         V columns of D entries become D. It pays if the others take more from there on than the
         triangles: ``V D²`` multiplications, which are slow ones.
         """
+        ((origin, factor),) = state.cotangents.items()
         num_v, rows, *shape = factor.mat.shape
         size = prod(shape)
-        if not (
-            self.may_reduce
-            and num_v > size > 0
+        if (
+            num_v > size > 0
+            and origin in call.origins_out
             and factor.weights is None
             and not factor.adds_up
             and factor.groups == rows
             and state.part.columns == state.part.all_columns
             and (num_v - size) * self._work_above(call) > SLOWER * num_v * size**2
         ):
-            return factor
-        everything = range(size)
-        state.part = replace(state.part, columns=everything, all_columns=everything)
-        return factor.reduced()
+            state.part = replace(state.part, columns=range(size), all_columns=range(size))
+            state.cotangents[origin] = factor.reduced()
 
     def _work_above(self, call: Visit) -> int:
         """Estimate the multiplications that a column of a sample takes from a call on."""
@@ -478,55 +502,3 @@ class Backpropagation:
             count = known[0].shape[1]
             return [b if b is None else b.expand(-1, count, *b.shape[2:]) for b in backs]
         return call_products.transposed(c, mats)
-
-
-def deliver(
-    plan: Plan,
-    call: Visit,
-    factors: Sequence[Factor | None],
-    cotangents: dict[Origin, Factor],
-    samples: Rows,
-) -> None:
-    """Add columns at a call's inputs to what their producers have so far."""
-    for origin, factor in zip(call.origins_in, factors, strict=False):
-        producer = None if origin is None else plan.producers.get(origin)
-        if origin is None or producer is None or factor is None:
-            continue
-        maker, slot = producer
-        is_whole = samples is None and maker.rows_are_samples
-        shape = maker.shape_out[slot] if is_whole else plan.shape(producer, samples)
-        if maker.is_unbatched and factor.mat.shape[1] > shape[0]:
-            factor = factor.gathered(shape[0])
-        output = maker.outputs[slot]
-        try:
-            if factor.mat.shape[1:] != shape:
-                factor = factor.reshaped(shape)
-            if factor.mat.device != output.device:
-                factor = factor.on(output.device)
-        except ValueError as error:
-            raise ValueError(f"Between {producer.call!r} and {call!r}: {error}") from error
-        cotangents[origin] = cotangents[origin] + factor if origin in cotangents else factor
-
-
-def fetch(
-    call: Visit, cotangents: dict[Origin, Factor]
-) -> tuple[Factor, list[Tensor | None]] | None:
-    """Take what arrived at a call's outputs: columns at one of them, and at each."""
-    if len(call.origins_out) == 1 and call.rows_are_samples:
-        (origin,) = call.origins_out
-        factor = None if origin is None else cotangents.pop(origin, None)
-        return None if factor is None else (factor, [factor.mat])
-    found = [None if o is None else cotangents.pop(o, None) for o in call.origins_out]
-    known = [f for f in found if f is not None]
-    if not known:
-        return None
-    groups = gcd(*[f.groups for f in known])
-    if call.couples_rows:
-        for i, f in enumerate(found):
-            place = None if f is None else call.place_out(i)
-            if f is not None and place is not None:
-                rows = place.rows_per_sample(call.shape_out[i])
-                groups = gcd(groups, f.mat.shape[1] // rows)
-    aligned = [None if f is None else f.coarsened(groups) for f in found]
-    first = next(f for f in aligned if f is not None)
-    return first, [None if f is None else f.mat for f in aligned]

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from backpack.core.derivatives.evaluation import agree_to
 from backpack.core.engine import call_products
-from backpack.core.engine.backpropagation import deliver
+from backpack.core.engine.backpropagation import State
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan
 from backpack.core.record.context import context_of
@@ -92,7 +92,7 @@ def find_changed(plan: Plan, functions: Collection[Visit]) -> list[Visit]:
                 if is_hidden or producer in functions or shape != producer.shape_out[slot]:
                     suspects[mark] = producer
     readers = [call for call in plan.calls if not suspects.keys().isdisjoint(call.origins_in)]
-    cotangents: dict[Origin, Factor] = {}
+    state = State()
     for call in readers:
         grads = call.gradients()
         rule, places = call.derivatives, map(call.place_in, range(len(call.inputs)))
@@ -106,13 +106,13 @@ def find_changed(plan: Plan, functions: Collection[Visit]) -> list[Visit]:
         columns = [g if g is None else g.unsqueeze(0) for g in grads]
         backs = call_products.transposed(context_of(call), columns)
         sent = [None if b is None else Factor(b, b.shape[1], adds_up=True) for b in backs]
-        deliver(plan, call, sent, cotangents, None)
+        state.deliver(plan, call, sent)
     found = []
     for mark, maker in suspects.items():
         slot = maker.origins_out.index(mark)
         arrived = maker.g_out[slot] if maker.is_unbatched else maker.gradients()[slot]
-        if arrived is not None and mark in cotangents:
-            given = cotangents[mark].mat[0]
+        if arrived is not None and mark in state.cotangents:
+            given = state.cotangents[mark].mat[0]
             limits = [torch.finfo(dtype) for dtype in dtypes_of([maker, *readers])]
             smallest = max(limit.smallest_normal for limit in limits)
             tolerance = max(limit.eps for limit in limits) ** 0.5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -53,6 +53,7 @@ class ResidualSource:
         return [Factor(units.reshape(-1, *residual.shape), count, weights=flat.flip(1)[:, part].T)]
 
 
+@dataclass(eq=False)
 class Diagonals:
     """What several sources add up to at the outputs of calls, squared once for all of them.
 
@@ -61,11 +62,10 @@ class Diagonals:
     columns, sum_v w_v s_v², if no entry of p reaches more than one y_i of a sample.
     """
 
-    def __init__(self, plan: Plan, subsampling: Sequence[int] | None):
-        """Nothing has come so far."""
-        self._plan, self._subsampling = plan, subsampling
-        # diagonals ``[R, *out]``, and the samples that the rows belong to
-        self._found: dict[Visit, tuple[Tensor, range]] = {}
+    _plan: Plan
+    _subsampling: Sequence[int] | None
+    # diagonals [R, *out], and the samples that the rows belong to
+    _found: dict[Visit, tuple[Tensor, range]] = field(default_factory=dict)
 
     def _is_collectable(self, call: Visit) -> bool:
         """Whether ``sum_i d_i (∂y_i/∂p)²`` is one product, for the parameters of a call."""

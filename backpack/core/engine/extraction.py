@@ -41,23 +41,7 @@ _NEEDS, _SAVEFIELD = map(attrgetter, ("needs", "savefield"))
 
 
 class Extraction:
-    """What a group of extensions wants at parameters, and what slices and sources have brought.
-
-    Attributes:
-        savefields: Names of the extensions' results.
-        wanted: Names of all that is extracted.
-        is_unsliced: Whether some of it comes in one piece.
-        shows_columns: Whether somebody wants the columns themselves, not just the matrix they
-            stand for.
-        options: What products are told of the group: the largest Kronecker factor, and at which
-            positions the loss counts a target.
-        bases: Bases of sums of squares, by parameter.
-        of_source: For each parameter what slices of the source at hand have brought.
-        totals: For each parameter the quantities of the sources before, but for products with each
-            column.
-        columns: These: those of each source, and how many columns one of it has become.
-        is_second: Whether sums of squares in bases alone are left to be summed.
-    """
+    """What a group of extensions wants at parameters, and what slices and sources have brought."""
 
     def __init__(
         self,
@@ -75,10 +59,12 @@ class Extraction:
             wanted |= {IN_BASES[name][0] for name in in_bases}
         rows = _counted(plan, subsampling, self.savefields) if GRAMS["expand"] in wanted else None
         self.wanted = wanted if rows is None else wanted | {ARRIVED}
+        # what products are told: the largest Kronecker factor, and where the loss counts a target
         self.options = inf if KRONECKER.isdisjoint(wanted) else max_factor_size(exts), rows
-        self.is_unsliced = not UNSLICED.isdisjoint(wanted)
+        self.is_unsliced = not UNSLICED.isdisjoint(wanted)  # whether some of it is in one piece
+        # whether somebody wants the columns themselves, not just the matrix that they stand for
         self.shows_columns = self.is_unsliced or not OF_COLUMNS.isdisjoint(wanted)
-        self.bases = dict(bases or {})
+        self.bases = dict(bases or {})  # of sums of squares, by parameter
         # what needs bases of the whole batch is summed in a second turn, if the first has slices:
         # then the bases are known
         self._in_bases = frozenset() if self.bases.keys() >= plan.uses.keys() else in_bases
@@ -86,11 +72,13 @@ class Extraction:
         if self.is_unsliced:  # what does not come in one piece is made of the products themselves
             self._summed = self._summed - UNSLICED | {COLUMNS}
         self._rows_per_sample: dict[Visit, int] = {}  # how many belong to one independent sample
-        self.is_second = False
+        self.is_second = False  # whether sums of squares in bases alone are left to be summed
+        # what slices of the source at hand have brought, and those before; but for products with
+        # each column: these of each source, and how many columns one of it has become
+        self.of_source: dict[Parameter, dict[str, Gathered]] = {}
         self.totals: dict[Parameter, dict[str, Any]] = {}
         self.columns: dict[Parameter, list[tuple[Tensor, int]]] = {}
         self._merged: dict[Parameter, int] = {}
-        self.of_source: dict[Parameter, dict[str, Gathered]] = {}
 
     @lazy
     def is_of_samples(self) -> bool:
@@ -104,24 +92,22 @@ class Extraction:
                 ratio = use.factor.mat.shape[1] // use.factor.groups
                 known = self._rows_per_sample.get(use.call, 1)
                 self._rows_per_sample[use.call] = max(ratio, known)
-            if not self.is_second or p in self.bases:
-                bases = self.bases.get(p, {})
-                # what one loss does not reach, another one may: factors of both are of one kind
-                deciding = self._whole_uses(p) if len(uses) < len(self._plan.uses[p]) else []
-                of_p = Products(p, uses, self.wanted, terms, bases, *self.options, deciding)
-                self._add(of_p, part)
-
-    def _add(self, products: Products, part: Part) -> None:
-        p, before = products.parameter, self.totals.get(products.parameter, {})
-        self._merged[p] = products.merged  # the same for all slices
-        if p not in self.of_source:
-            if p in self.totals and self.is_of_samples:
-                self._plan.check_one_batch(p)
-            self.of_source[p] = {
-                name: Gathered(REDUCTIONS[name], before.get(name)) for name in self._summed
-            }
-        for name, gathered in self.of_source[p].items():
-            gathered.add(products[name], part)
+            if self.is_second and p not in self.bases:
+                continue
+            # what one loss does not reach, another one may: factors of both are of one kind
+            deciding = self._whole_uses(p) if len(uses) < len(self._plan.uses[p]) else []
+            bases, options = self.bases.get(p, {}), self.options
+            products = Products(p, uses, self.wanted, terms, bases, *options, deciding)
+            self._merged[p] = products.merged  # the same for all slices
+            if p not in self.of_source:
+                if p in self.totals and self.is_of_samples:
+                    self._plan.check_one_batch(p)
+                before = self.totals.get(p, {})
+                self.of_source[p] = {
+                    name: Gathered(REDUCTIONS[name], before.get(name)) for name in self._summed
+                }
+            for name, gathered in self.of_source[p].items():
+                gathered.add(products[name], part)
 
     def end_source(self) -> None:
         """Join what has come from a source with what has come from those before."""
@@ -164,9 +150,8 @@ class Extraction:
         """List the uses of a parameter with as many samples as what was gathered."""
         uses = uses_without_columns(self._plan, p, self._subsampling)
         for use in uses:
-            count = use.factor.groups
-            groups = 1 if self._plan.mixing else count // self._rows_per_sample.get(use.call, 1)
-            use.factor = replace(use.factor, groups=groups)
+            groups = use.factor.groups // self._rows_per_sample.get(use.call, 1)
+            use.factor = replace(use.factor, groups=1 if self._plan.mixing else groups)
         return uses
 
 
@@ -175,8 +160,7 @@ def _counted(
 ) -> tuple[Tensor, Owners | None] | None:
     """Return at which rows of the loss a target counts, and whose they are; None: everywhere.
 
-    Of several losses of one prediction, a target counts if it does for any of them. Those of
-    several predictions have to ignore the same ones.
+    If losses are of one prediction, any of them may count a target; else all ignore the same ones.
     """
     losses, predictions = plan.losses, plan.predictions
     rows = [plan.rows(call, subsampling) for call in losses]

@@ -116,20 +116,6 @@ def user_loss_rule(call: Visit, exts: Extensions) -> Emission | None:
     return None
 
 
-def scaled(emit: Emission, scale: Tensor | None) -> Emission:
-    """Multiply columns at the prediction, or at every prediction; None for 1."""
-    if scale is None:
-        return emit
-
-    def emit_scaled(rows: Rows) -> tuple[Columns, Tensor | None]:
-        columns, weights = emit(rows)
-        if isinstance(columns, Tensor):
-            return columns * scale, weights
-        return tuple(None if mat is None else mat * scale for mat in columns), weights
-
-    return emit_scaled
-
-
 class LossFactor(Propagation):
     """A factor S of a matrix at the prediction, ``[V, N, *out]`` at every module.
 
@@ -148,13 +134,9 @@ class LossFactor(Propagation):
         self.backpropagate(Backpropagation(plan, exts, subsampling, save))
 
     def backpropagate(self, backpropagation: Backpropagation) -> None:
-        """Start at every loss.
-
-        Raises:
-            NotImplementedError: If columns of several losses are to be kept as factors: parameters
-                that one of them does not depend on would lack its columns.
-        """
+        """Start at every loss."""
         losses, extraction = backpropagation.plan.losses, backpropagation.extraction
+        # parameters that a loss does not depend on would lack its columns
         if len(losses) > 1 and extraction.is_unsliced:
             raise NotImplementedError(
                 f"{extraction.savefields}: the loss is the sum of {len(losses)} losses, whose "
@@ -167,8 +149,9 @@ class LossFactor(Propagation):
         """Return what starts at a loss: columns of a rule that a user has for it, or of its own."""
         scale = root_of_scale(call, backpropagation.extraction.savefields)
         rule = user_loss_rule(call, backpropagation.exts)
-        emit = rule or scaled(self.emission(call, backpropagation), scale)
-        return LossSource(call, emit, self.sampled)
+        if rule is not None:
+            return LossSource(call, rule, self.sampled)
+        return LossSource(call, self.emission(call, backpropagation), self.sampled, scale)
 
 
 @dataclass(frozen=True)
@@ -345,7 +328,7 @@ class HessianFactors(Propagation):
                 weights = mat.new_full(mat.shape[:2], -1) if weights is None else -weights
             return columns, weights
 
-        return LossSource(call, scaled(factor, scale.abs().sqrt()))
+        return LossSource(call, factor, scale=scale.abs().sqrt())
 
     @staticmethod
     def _by_products(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from backpack.core.derivatives.evaluation import close
 from backpack.core.engine import call_products, checks
-from backpack.core.engine.backpropagation import deliver, fetch
+from backpack.core.engine.backpropagation import State
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import READS_PARAMETER, Plan
 from backpack.core.record.context import context_of
@@ -44,13 +44,13 @@ def separate_samples(plan: Plan) -> None:
     if not alone:
         return
     plan.check_one_batch_for_all(alone[0])
-    cotangents: dict[Origin, Factor] = {}
+    state = State()
     apart = {o for call in alone for o in call.origins_out}
     for call in reversed(plan.calls):
         if call in plan.losses or call.derivatives is None:
             continue
         if call in alone:
-            found = fetch(call, cotangents)
+            found = state.fetch(call)
             mats = [None] * len(call.outputs) if found is None else found[1]
             call.g_samples = [None if mat is None else mat.squeeze(0) for mat in mats]
             for total, each in zip(call.g_out, call.g_samples, strict=True):
@@ -75,7 +75,7 @@ def separate_samples(plan: Plan) -> None:
             else None
             for origin, back in zip(call.origins_in, backs, strict=True)
         ]
-        deliver(plan, call, factors, cotangents, None)
+        state.deliver(plan, call, factors)
 
 
 def _add_up(plan: Plan, call: Visit, each: Tensor, total: Tensor) -> bool:

@@ -28,10 +28,9 @@ BYTES_ELSEWHERE = 2**28
 class slice_bytes:
     """Context manager: about how many bytes a slice of propagated columns may take.
 
-    Args:
-        limit: Bytes of the largest tensor that travels through the network. Default at start: on
-            a CPU 4 MiB for each thread, at most 16 MiB, and half of it but not less than 4 MiB for
-            large networks; elsewhere 256 MiB.
+    The ``limit`` is that of the largest tensor that travels. Default at start: on a CPU 4 MiB for
+    each thread, at most 16 MiB, and half of it but not less than 4 MiB for large networks;
+    elsewhere 256 MiB.
     """
 
     def __init__(self, limit: int | None):
@@ -106,16 +105,15 @@ def narrow(tensor: Tensor, axis: int, numbers: range, of: range) -> Tensor:
     return tensor.narrow(axis, (numbers.start - of.start) * ratio, len(numbers) * ratio)
 
 
+@dataclass
 class Gathered:
     """A quantity of all samples and columns, put together from slices: each is written once."""
 
-    def __init__(self, reduction: Reduction, before: Any = None):
-        """Start with what other sources of columns have; None if there are none."""
-        self.reduction = reduction
-        self.before = before
-        self.continues = False
-        self.dtype: torch.dtype | None = None  # of slices
-        self.value: Any = None
+    reduction: Reduction
+    before: Any = None  # what other sources of columns have
+    continues: bool = False  # whether slices are added to that
+    dtype: torch.dtype | None = None  # of slices
+    value: Any = None
 
     def add(self, value: Any, part: Part) -> None:
         """Add the quantity of a slice."""
