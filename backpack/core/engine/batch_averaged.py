@@ -32,22 +32,17 @@ Jacobian = Callable[[Tensor, Rows], Tensor]
 
 
 class BatchAveragedBackpropagation:
-    """Carries the batch-averaged GGN of the loss back to the parameters.
-
-    Raises:
-        ValueError: If the network mixes samples or reshapes the batch axis.
-    """
+    """Carries the batch-averaged GGN of the loss back to the parameters."""
 
     def __init__(self, plan: Plan, subsampling: Sequence[int] | None):
-        """Check that every module acts on each sample alone."""
+        """Check that every module acts on each sample alone, and keeps the batch axis."""
         self.plan = plan
         self.subsampling = subsampling
         self.blocks: dict[tuple[Node, Node], Tensor] = {}
         self.groups: dict[Parameter, int] = {}
         mixing = [f"{call!r} mixes samples" for call in plan.calls if call.couples_samples]
-        mixing += [
-            f"{call!r} reads chosen rows of samples" for call in plan.calls if _chooses(call)
-        ]
+        choosing = filter(_chooses, plan.calls)
+        mixing += [f"{call!r} reads chosen rows of samples" for call in choosing]
         rows = {
             plan.num_rows(call): f"{call!r} has {plan.num_rows(call)} rows"
             for call in plan.calls
@@ -90,22 +85,20 @@ class BatchAveragedBackpropagation:
         return blocks.diagonal(dim1=0, dim2=2).mean(-1)
 
     def _start(self, call: Visit) -> None:
-        hessian = LossHessian(call, self.subsampling)
+        hessian, scale = LossHessian(call, self.subsampling), loss_scale(call)
         if hessian.is_of_one_prediction:
-            prediction = call.origins_in[0]
-            total = hessian.sum()
+            prediction, total = call.origins_in[0], hessian.sum()
             if prediction in self.plan.producers:
-                self._add(prediction, prediction, total * loss_scale(call))
+                self._add(prediction, prediction, total * scale)
             return
-        mats = hessian.root()
         flat = [
             (origin, mat.reshape(mat.shape[0] * mat.shape[1], -1))
-            for origin, mat in zip(call.origins_in, mats, strict=False)
+            for origin, mat in zip(call.origins_in, hessian.root(), strict=False)
             if mat is not None and origin in self.plan.producers
         ]
         for a, columns_a in flat:
             for b, columns_b in flat:
-                self._add(a, b, columns_a.T @ columns_b * loss_scale(call))
+                self._add(a, b, columns_a.T @ columns_b * scale)
 
     def _add(self, a: Any, b: Any, matrix: Tensor) -> None:
         """Add to a block, which is where the tensor or parameter ``a`` is."""
@@ -143,19 +136,14 @@ class BatchAveragedBackpropagation:
             self._add(node, node, derivatives.batch_averaged(c.at(self.subsampling), own))
             nodes = [(n, j) for n, j in nodes if n is not node]
             inputs = []
-        self._carry(own, nodes, rows, bool(inputs))
-        for twin, p in twins.items():
-            self.blocks[twin, twin], self.groups[twin] = self.blocks[p, p], self.groups[p]
-
-    def _carry(
-        self, own: Tensor, nodes: list[tuple[Node, Jacobian]], rows: Sequence[slice], joint: bool
-    ) -> None:
-        """Add ``E[J_aᵀ M J_b]`` for all pairs of nodes that somebody reads."""
         for a, jacobian_a in nodes:
             for b, jacobian_b in nodes:
-                if self._is_needed(a, b, joint):
+                if self._is_needed(a, b, bool(inputs)):
                     terms = [jacobian_b(jacobian_a(own, row), row) for row in rows]
-                    self._add(a, b, _average(terms))
+                    total = sum(terms[1:], terms[0])
+                    self._add(a, b, total if len(terms) == 1 else total / len(terms))
+        for twin, p in twins.items():
+            self.blocks[twin, twin], self.groups[twin] = self.blocks[p, p], self.groups[p]
 
     def _twins(self, call: Visit) -> dict[Parameter, Parameter]:
         """Map each parameter to the first one of its call that has the same Kronecker factor."""
@@ -177,24 +165,22 @@ class BatchAveragedBackpropagation:
 
     def _is_needed(self, a: Node, b: Node, joint: bool) -> bool:
         """Whether somebody reads the block: a parameter's own, or one that will be carried on."""
-        if a is b and isinstance(a, Parameter):
+        parameters = [node for node in (a, b) if isinstance(node, Parameter)]
+        if a is b and parameters:
             return True
-        for node in (a, b):
-            if isinstance(node, Parameter) and len(self.plan.uses[node]) == 1:
-                return False
-        both_inputs = not (isinstance(a, Parameter) or isinstance(b, Parameter))
-        return joint or not both_inputs
+        if any(len(self.plan.uses[p]) == 1 for p in parameters):
+            return False
+        return joint or bool(parameters)
 
     def _nodes(self, c: Context, slots: list[int]) -> list[tuple[Node, Jacobian]]:
         """List what the matrix travels on to: inputs that a call computed, and parameters."""
-        call = c.call
         nodes: list[tuple[Node, Jacobian]] = [
             (origin, partial(self._to_input, c, slots, i))
-            for i, origin in enumerate(call.origins_in)
+            for i, origin in enumerate(c.call.origins_in)
             if origin is not None and origin in self.plan.producers
         ]
-        nodes += [(p, partial(self._to_param, c, slots, name)) for name, p in call.trained.items()]
-        return nodes
+        trained = c.call.trained.items()
+        return nodes + [(p, partial(self._to_param, c, slots, name)) for name, p in trained]
 
     def _columns(
         self, call: Visit, slots: list[int], mat: Tensor, rows: Rows
@@ -228,10 +214,6 @@ def _chooses(call: Visit) -> bool:
     """Whether samples have different numbers of rows: rows do not average like samples."""
     layouts = () if call.samples_come_first else call.layouts_in + call.layouts_out
     return any(one is not None and one.owners and not one.owners.is_even for one in layouts)
-
-
-def _average(terms: Sequence[Tensor]) -> Tensor:
-    return terms[0] if len(terms) == 1 else sum(terms[1:], terms[0]) / len(terms)
 
 
 def _over_rows(mat: Tensor) -> Tensor:

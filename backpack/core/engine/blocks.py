@@ -25,11 +25,9 @@ def block(products: Tensor, max_size: float) -> Tensor:
 
 
 def marginals(products: Tensor, max_size: float) -> list[Tensor]:
-    """Sum the outer products of the unfoldings of individual products along each axis.
+    """Return ``M_k = sum over v, n of G_(k) G_(k)ᵀ`` of the unfoldings of individual products.
 
-    Returns:
-        ``M_k = sum over v, n of G_(k) G_(k)ᵀ``, ``[d_k, d_k]`` (or its diagonal), for each axis k
-        that is longer than 1.
+    ``[d_k, d_k]`` (or its diagonal), for each axis k that is longer than 1.
     """
     stacked = products.flatten(0, 1)
     axes = [i for i, size in enumerate(stacked.shape) if i > 0 and size > 1]

@@ -20,6 +20,7 @@ from backpack.core.engine.extracted import IN_BASES, OVER_PARTS, UNSLICED, names
 from backpack.core.engine.products import Products
 from backpack.core.engine.results import Writer
 from backpack.core.engine.statistics import Loaded, Name, OfProducts, Statistics, of_value
+from backpack.core.lazy import lazy
 from backpack.core.record import shards
 from backpack.core.record.alive import Users, all_live_calls
 from backpack.core.record.averaging import Averaging, Processes, is_wrapped
@@ -98,14 +99,7 @@ class Accumulated(NamedTuple):
 
 
 class Combining:
-    """Takes the results of a backward pass (as :class:`~backpack.core.types.Save`).
-
-    Attributes:
-        groups: Parameters whose gradients are averaged, with the processes.
-        is_waiting: Whether there are results that cannot be written at once.
-        write: Saves a result that is complete.
-        is_sharded: Whether parameters are sharded: others wait for this process on the way.
-    """
+    """Takes the results of a backward pass (as :class:`~backpack.core.types.Save`)."""
 
     # from ``backpack.distributed``, which is above the engine
     reduce: ClassVar[Reduce]
@@ -114,7 +108,8 @@ class Combining:
 
     def __init__(self, configuration: Configuration, results: Writer, nodes: Sequence[Any]):
         """Note what the pass was asked for; nothing is deferred yet."""
-        self.accumulates = self.is_waiting = configuration.accumulate
+        self.accumulates = configuration.accumulate
+        self.is_waiting = self.accumulates  # whether some results cannot be written at once
         self.chosen = configuration.process_group
         # whether gradients may be averaged without a call that says by what
         self._may_average = self.chosen != "module" or is_wrapped()
@@ -123,11 +118,10 @@ class Combining:
         self._travels = bool(configuration.second_order)  # besides the gradient
         self.write = results.write
         self.originals = results.originals
-        self.groups: dict[Parameter, Processes] = {}
-        self.is_sharded = False
+        self.groups: dict[Parameter, Processes] = {}  # of those whose gradients are averaged
+        self.is_sharded = False  # whether others wait for this process on the way
         self._gathering: dict[Processes, None] = {}  # those that gather weights after the pass
-        self._names: dict[Parameter, Name] = {}  # of those whose gradients are averaged
-        self._averagings: list[Averaging] | None = None  # of the wrappers that live calls are in
+        self._names: dict[Parameter, Name] = {}  # of the same
         self._have_same_graphs: dict[Processes, bool] = {}
         self._told_of_error: set[Processes] = set()
         self._deferred: list[Statistics] = []
@@ -141,11 +135,7 @@ class Combining:
             self.chosen = None
 
     def note(self, call: Visit, is_nested: bool) -> None:
-        """Note whether the gradients of a reached call's parameters are averaged.
-
-        Raises:
-            NotImplementedError: If that is not known, or not possible.
-        """
+        """Note whether gradients of a reached call are averaged; refuse what is unknown."""
         whole: Iterable[Parameter] = call.params.values()
         if shards.KNOWN:
             for name, p in call.params.items():
@@ -174,7 +164,7 @@ class Combining:
     def _note_name(self, p: Parameter, call: Call, name: str, key: str | None) -> None:
         """Note what a parameter is called on all processes, whose calls may have another order.
 
-        It has a ``name`` at a call; a ``key`` tells it better than the first of these from others.
+        That is its ``name`` at a call; a ``key`` tells it better from others.
         """
         own = vars(call.module).get("_backpack_name", "")
         name = f"{own}.{name}" if own else name
@@ -232,11 +222,12 @@ class Combining:
         """Return what averages the gradient of a parameter that is used outside of the wrapper."""
         if not is_wrapped():
             return None
-        if self._averagings is None:
-            # the latest first: what it says of the next backward pass counts
-            calls = reversed(all_live_calls())
-            self._averagings = [one.averaging for one in calls if one.averaging]
+        # the latest first: what it says of the next backward pass counts
         return next((one for one in self._averagings if id(p) in one.places), None)
+
+    @lazy
+    def _averagings(self) -> list[Averaging]:
+        return [one.averaging for one in reversed(all_live_calls()) if one.averaging]
 
     def _in_graph(self) -> Sequence[Call]:
         """Return the calls that the pass may reach: all live ones, if that is not known."""
@@ -244,12 +235,9 @@ class Combining:
 
     def _communicates(self) -> bool:
         """Whether processes have to talk: a sum over samples is wanted, or weights are gathered."""
+        of_samples = {name for name, rule in OVER_PARTS.items() if rule.sample_axis is not None}
         return bool(self._gathering) or any(
-            not ext.reads
-            or any(
-                name not in OVER_PARTS or OVER_PARTS[name].sample_axis is None for name in ext.reads
-            )
-            for ext in self.exts
+            not ext.reads or not of_samples.issuperset(ext.reads) for ext in self.exts
         )
 
     def others(self) -> list[Any]:
@@ -295,15 +283,14 @@ class Combining:
         found = [each for each in owners if each is not None and each.are_sharding]
         if not found or not self._communicates():
             return True
+        same = self._have_same_graphs
         for processes in found:
-            if processes not in self._have_same_graphs:
+            if processes not in same:
                 live = [one for one in all_live_calls() if one.shards]
                 alone = [f"{describe(one.module)}: {users.is_alone(one)}" for one in live]
                 text = f"early: {is_early} {alone}"
-                self._have_same_graphs[processes] = self.agree_with(
-                    processes, text, may_differ=True
-                )
-        return all(map(self._have_same_graphs.__getitem__, found))
+                same[processes] = self.agree_with(processes, text, may_differ=True)
+        return all(map(same.__getitem__, found))
 
     def is_alike(self, text: str) -> bool:
         """Whether all processes that gather weights have the same text."""
@@ -350,16 +337,16 @@ class Combining:
 
     def _combines(self, p: Parameter, exts: Sequence[Extension]) -> bool:
         """Whether results need other processes or passes; refuse those that do not add up."""
-        combines = self.accumulates or p in self.groups
-        if combines:
-            for ext in exts:
-                if ext.collects or not UNSLICED.isdisjoint(ext.needs):
-                    raise NotImplementedError(f"{ext!r}: {NOT_OF_PARTS}")
-                if not IN_BASES.keys().isdisjoint(ext.needs):
-                    raise NotImplementedError(f"{ext!r}: {NOT_IN_BASES}")
-                if ext.propagation is not None and not ext.propagation.adds_up:
-                    raise NotImplementedError(f"{ext!r}: {NOT_A_SUM}")
-        return combines
+        if not (self.accumulates or p in self.groups):
+            return False
+        for ext in exts:
+            if ext.collects or not UNSLICED.isdisjoint(ext.needs):
+                raise NotImplementedError(f"{ext!r}: {NOT_OF_PARTS}")
+            if not IN_BASES.keys().isdisjoint(ext.needs):
+                raise NotImplementedError(f"{ext!r}: {NOT_IN_BASES}")
+            if ext.propagation is not None and not ext.propagation.adds_up:
+                raise NotImplementedError(f"{ext!r}: {NOT_A_SUM}")
+        return True
 
     # ------------------------------------------------------------------ all parts
 
@@ -379,12 +366,11 @@ class Combining:
         before: list[Accumulated] = []
         if error is None:
             try:
-                before = [self._accumulated_before(part) for part in parts]
+                before = list(map(self._accumulated_before, parts))
                 parts = [_plus(old.local, part) for old, part in zip(before, parts, strict=True)]
-                for old, part in zip(before, parts, strict=True):
-                    if self.accumulates:
-                        passes = f"{old.times} averaged passes or files"
-                        part.behind = f"accumulate=True (behind {passes}) "
+                for old, part in zip(before, parts, strict=True) if self.accumulates else ():
+                    passes = f"{old.times} averaged passes or files"
+                    part.behind = f"accumulate=True (behind {passes}) "
             except Exception as caught:
                 error = caught
         communicates = self._communicates()
@@ -466,8 +452,11 @@ class Combining:
         if same and isinstance(first, Loaded):
             if first.state["options"] == options_of(part.exts):
                 return Accumulated(first.restored(part), None, 1)
-        elif same and _are_alike((first.joined or first.local).exts, part.exts):
-            return first
+        elif same:
+            known = list(map(_options, (first.joined or first.local).exts))
+            own = list(map(_options, part.exts))  # in any order
+            if len(known) == len(own) and all(options in known for options in own):
+                return first
         names = ", ".join(ext.savefield for ext in part.exts)
         raise ValueError(OTHER_EXTENSIONS.format(names))
 
@@ -479,12 +468,6 @@ def _plus(one: Statistics | None, other: Statistics) -> Statistics:
     both = one.plus(other)
     both.exts, both.is_sharded = other.exts, other.is_sharded
     return both
-
-
-def _are_alike(some: Sequence[Extension], others: Sequence[Extension]) -> bool:
-    """Whether these are the same extensions, in any order."""
-    known = list(map(_options, some))
-    return len(some) == len(others) and all(_options(ext) in known for ext in others)
 
 
 def _options(ext: Extension) -> Any:
@@ -503,10 +486,8 @@ def gathered() -> shards.gathered:
 
 def _has_shards(joined: Statistics, part: Statistics) -> bool:
     """Whether earlier passes (or a file) have shards of what a pass has whole."""
-    is_distributed = [
-        any(map(shards.is_distributed, one.values.values())) for one in (joined, part)
-    ]
-    return joined.is_sharded or is_distributed == [True, False]
+    has, has_part = (any(map(shards.is_distributed, s.values.values())) for s in (joined, part))
+    return joined.is_sharded or (has and not has_part)
 
 
 def _has_samples(p: Parameter, ext: Extension, value: Any, count: int) -> bool:

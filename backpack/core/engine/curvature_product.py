@@ -37,7 +37,8 @@ from backpack.core.rows import row_numbers
 # How many unit vectors are multiplied at once, for a diagonal.
 UNITS_AT_ONCE = 32
 Subsampling = Sequence[int] | None
-# What to make of a module's (diagonal) second derivative; None leaves it out.
+# What to make of the modules' second derivatives: None for the GGN, ``identity`` for the Hessian,
+# ``clip`` or ``torch.abs`` for the positive-curvature Hessian.
 Modify = Callable[[Tensor], Tensor] | None
 
 
@@ -67,21 +68,13 @@ class CurvatureBlock:
     Where a parameter is used several times, or enters its module nonlinearly, the Hessian includes
     second derivatives with respect to the parameter itself. They are indefinite, so the GGN and the
     positive-curvature Hessian leave them out.
-
-    Args:
-        plan: Reached calls that outlive the backward pass.
-        parameter: The parameter p.
-        modify: What to make of the modules' second derivatives: None for the GGN, ``identity`` for
-            the Hessian, ``clip`` or ``torch.abs`` for the positive-curvature Hessian.
-        subsampling: Samples whose curvature counts.
-        differentiable: Whether products have a graph.
     """
 
-    plan: Plan
+    plan: Plan  # reached calls that outlive the backward pass
     parameter: Parameter
     modify: Modify
-    subsampling: Subsampling = None
-    differentiable: bool = False
+    subsampling: Subsampling = None  # samples whose curvature counts
+    differentiable: bool = False  # whether products have a graph
 
     def __post_init__(self) -> None:
         """Note what the reached calls have read, and which of them use the parameter."""

@@ -195,6 +195,8 @@ class FactoredGrad:
             )
         if hasattr(index, "__index__") and not getattr(index, "ndim", 0):
             return self[[operator.index(index)]].dense()[0]
+        if isinstance(index, slice) and index.step is not None and index.step < 0:
+            index = list(range(len(self))[index])
         samples: Samples = index
         if not isinstance(index, slice):
             samples = index if isinstance(index, Tensor) else torch.as_tensor(index, device=CPU)
@@ -208,8 +210,6 @@ class FactoredGrad:
             if samples.is_cpu:  # a GPU does not survive a number that is too large
                 samples = torch.arange(len(self), device=CPU)[samples]
             samples = samples.to(self.device)
-        elif index.step is not None and index.step < 0:
-            samples = torch.arange(len(self), device=self.device)[list(range(len(self))[index])]
         self._check()
         norms = None if self._norms is None else self._norms[samples]
         count = len(torch.empty(len(self), device=self.device)[samples])
@@ -272,9 +272,8 @@ class FactoredGrad:
                 return self.project(other.unsqueeze(0)).squeeze(1)
             other = FactoredGrad.of(other)
         self._check_both(other, self.shape)
-        pairs = self._as_pairs(other)
-        is_cheaper = pairs and pairs[0].matches(pairs[1], len(self))
-        if pairs and is_cheaper and not (self._cancels() and other._cancels()):
+        pairs = self._as_pairs(other, 1)
+        if pairs and pairs[0].has_columns_of(pairs[1]):
             return pairs[0].dot(pairs[1]).to(self.dtype)
         size = self._block_size
         products = []
@@ -293,9 +292,8 @@ class FactoredGrad:
         """
         other = self if other is None else other
         self._check_both(other, [len(other), *self.shape[1:]])
-        pairs = self._as_pairs(other)
-        is_cheaper = pairs and pairs[0].gram_is_cheaper(pairs[1], len(self), len(other))
-        if pairs and is_cheaper and not (self._cancels() and other._cancels()):
+        pairs = self._as_pairs(other, len(other))
+        if pairs:
             return pairs[0].gram(pairs[1]).to(self.dtype)
         rows = []
         for span, block in self._blocks(self._large_block_size):
@@ -323,10 +321,9 @@ class FactoredGrad:
 
     @_precisely
     def project_along(self, directions: Callable[[], Iterator[Tensor]]) -> Tensor:
-        """Return the inner products ``[N, D]`` with directions that are made when they are needed.
+        """Return the inner products ``[N, D]`` with directions ``[*p]`` that are made when needed.
 
-        ``directions`` returns an iterator over D of them, ``[*p]``, the same at each call: they are
-        made once for a block of samples.
+        That is once for each block of samples; ``directions`` returns the same at each call.
         """
         self._check()
         rows = []
@@ -374,19 +371,13 @@ class FactoredGrad:
         self._check()
         other._check()
 
-    def _as_pairs(self, other: FactoredGrad) -> tuple[Pairs, Pairs] | None:
-        """Return the pairs of both, if they are of the same kind."""
-        if len(self._sources) > 1 or len(other._sources) > 1:
+    def _as_pairs(self, other: FactoredGrad, partners: int) -> tuple[Pairs, Pairs] | None:
+        """Return the pairs of both, if inner products of them are possible, cheaper and precise."""
+        (one, *more), (two, *others) = self._sources, other._sources
+        if more or others or not (isinstance(one, Pairs) and isinstance(two, Pairs)):
             return None
-        one, two = self._sources[0], other._sources[0]
-        if isinstance(one, Pairs) and isinstance(two, Pairs) and one.kind == two.kind:
-            return one, two
-        return None
-
-    def _cancels(self) -> bool:
-        """Whether positions nearly cancel: if in both, inner products of pairs lose their digits.
-
-        If in one, they are as precise as the gradients themselves.
-        """
-        (pairs,) = self._sources
-        return isinstance(pairs, Pairs) and pairs.cancel(self.square_norms())
+        if one.kind != two.kind or not one.gram_is_cheaper(two, len(self), partners):
+            return None
+        # where positions nearly cancel in both, digits are lost; if in one, they are not
+        lose = one.cancel(self.square_norms()) and two.cancel(other.square_norms())
+        return None if lose else (one, two)

@@ -46,23 +46,17 @@ def columns_apart(found: Sequence[Sequence[Tensor | None]]) -> list[list[Tensor 
 
 @dataclass(frozen=True)
 class Factor:
-    """A stack of columns, with ``sum_v w_v s_v s_vᵀ`` the matrix they stand for.
+    """A stack of columns, with ``sum_v w_v s_v s_vᵀ`` the matrix they stand for."""
 
-    Attributes:
-        mat: ``[V, R, *shape]``.
-        groups: The R rows belong to this many independent samples (R, unless a reshape between two
-            modules merged rows, or a module mixes the whole batch: then 1).
-        weights: Weight of each column, ``[V, groups]``; None for all 1.
-        adds_up: Where groups merge, the vectors of a column simply add: those of a gradient do, and
-            random vectors of mean zero may, whose cross terms vanish in expectation.
-        merged: How many columns one of the source has become, where groups merged.
-    """
-
-    mat: Tensor
+    mat: Tensor  # [V, R, *shape]
+    # the R rows belong to this many independent samples (R, unless a reshape between two modules
+    # merged rows, or a module mixes the whole batch: then 1)
     groups: int
-    weights: Tensor | None = None
+    weights: Tensor | None = None  # of each column, [V, groups]; None for all 1
+    # where groups merge, the vectors of a column simply add: those of a gradient do, and random
+    # vectors of mean zero may, whose cross terms vanish in expectation
     adds_up: bool = False
-    merged: int = 1
+    merged: int = 1  # how many columns one of the source has become, where groups merged
 
     def holding(self, mat: Tensor) -> Factor:
         """Return other columns of the same groups and weights."""
@@ -71,9 +65,8 @@ class Factor:
     def coarsened(self, groups: int) -> Factor:
         """Merge groups of rows; r that merge get columns of their own: ``[V·r, R, *shape]``.
 
-        Columns of different groups are independent: column v stands for one vector in each group.
-        They must not mix, so a column becomes one for each merged group. The new ones are in the
-        order of the source's rows, whether these merge at once or in several steps.
+        A column stands for one vector in each group. These must not mix, so it becomes one for each
+        merged group, in the order of the source's rows, whether they merge at once or in steps.
         """
         if groups == self.groups:
             return self
@@ -88,11 +81,7 @@ class Factor:
         return replace(self, mat=mat, groups=groups, weights=weights, merged=m * r)
 
     def reshaped(self, shape: Sequence[int]) -> Factor:
-        """Reshape to ``[V, *shape]``, shape with its own number of rows.
-
-        Raises:
-            ValueError: If the rows neither split nor merge evenly.
-        """
+        """Reshape to ``[V, *shape]``, with another number of rows that split or merge evenly."""
         if self.mat.shape[1:] == Size(shape):
             return self
         rows, fits = shape[0], self.mat.shape[1:].numel() == Size(shape).numel()

@@ -35,12 +35,7 @@ NESTED = (
 
 
 class SecondOrder:
-    """The second-order extensions of a backward pass: they run when it is over.
-
-    Attributes:
-        exts: The extensions.
-        looking: Hooks that look at gradients, to be removed at the end.
-    """
+    """The second-order extensions of a backward pass: they run when it is over."""
 
     def __init__(self, exts: Sequence[Extension], save: Combining) -> None:
         """Look at no hook yet."""
@@ -48,7 +43,7 @@ class SecondOrder:
         self._reads_gradients = any(map(_reads_gradients, exts))
         self._has_copies: bool | None = None  # whether a tensor has no samples, once that is asked
         self._changed: dict[str, None] = {}  # what has or reads gradients that hooks have changed
-        self.looking: list[RemovableHandle] = []
+        self.looking: list[RemovableHandle] = []  # hooks that are removed at the end
         self._read_back: ReadBack | None = None  # what reads functions that nobody has recorded
 
     def read_back(self, visit: Visit, i: int) -> None:
@@ -75,13 +70,10 @@ class SecondOrder:
         is_nested: bool,
         sample_flow: SampleFlow | None,
     ) -> None:
-        """Let everything travel that the extensions name.
+        """Let everything travel that the extensions name, through the reached calls.
 
-        Args:
-            calls: The reached calls.
-            roots: What ``backward()`` was called on, as far as it is known.
-            is_nested: Whether the pass is inside of another one.
-            sample_flow: Knows which parameters belong to layers; None if all are told already.
+        ``roots`` is what ``backward()`` was called on, as far as it is known; ``sample_flow`` knows
+        which parameters belong to layers (None if all are told already).
         """
         exts = self.exts
         has_rules = any(ext.rules for ext in exts)

@@ -1,11 +1,9 @@
 """What individual gradients that are not multiplied out are made of: a source for each use.
 
 Letters: N samples, T positions of a sample, ``[O, I]`` a parameter, K weights. A parameter may act
-at several positions, consist of parts, and be used several times; all of these are sums, or put
-next to each other.
-
-The columns ``V_vn = J_nᵀ s_vn`` of a square root of the GGN are V gradients of each sample, which
-have x in common: the rows of s are ``v N + n``, and x has its N rows once.
+at several positions, consist of parts, and be used several times: these are added, or put side by
+side. The columns ``V_vn = J_nᵀ s_vn`` of a square root of the GGN are V gradients of each sample
+with the same x: the rows of s are ``v N + n``, and x has its N rows once.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor
 
 from backpack.core.derivatives import affine, reductions
+from backpack.core.derivatives.vectors import first_of
 from backpack.core.engine import call_products
 from backpack.core.record.context import Context
 from backpack.core.record.module_state import placeholder
@@ -65,14 +64,13 @@ class Pair:
     """A part ``[O, I]`` of a parameter: s ``[V·N, T, O]`` and x ``[N, T, I]``, or s ``[V·N, O]``.
 
     Below, N counts all V·N gradients, unless x is meant.
-
-    Attributes:
-        s: What arrives where the parameter is multiplied.
-        x: What it is multiplied with; None for a bias, whose gradient is s.
     """
 
     def __init__(self, s: Tensor, x: Tensor | None):
-        """Give everything an axis of positions."""
+        """Give what arrives, s, and what it is multiplied with, x, an axis of positions.
+
+        For a bias, whose gradient is s, x is None.
+        """
         if x is None:
             self.s, self.x = s if s.dim() == 2 else s.sum(1), None
         else:
@@ -249,10 +247,7 @@ class Pairs:
         return len(affine.lost_rows(norms, sizes, self.parts[0].s.dtype)) > 0
 
     def gram_is_cheaper(self, other: Pairs, num_n: int, num_m: int) -> bool:
-        """Whether inner products of pairs take fewer multiplications than those of gradients.
-
-        There are N gradients, and M partners that each has.
-        """
+        """Whether the inner products of N gradients with M partners each are cheaper as pairs."""
         factored = dense = 0
         for a, b in zip(self.parts, other.parts, strict=True):
             positions = num_n * num_m * a.positions * b.positions
@@ -261,11 +256,9 @@ class Pairs:
             dense += once * prod(a.shape)
         return factored <= dense
 
-    def matches(self, other: Pairs, num_n: int) -> bool:
-        """Whether gradient by gradient, inner products of pairs are possible, and cheaper."""
-        parts = zip(self.parts, other.parts, strict=True)
-        same = all(a.columns == b.columns for a, b in parts)
-        return same and self.gram_is_cheaper(other, num_n, 1)
+    def has_columns_of(self, other: Pairs) -> bool:
+        """Whether as many gradients of a sample share x."""
+        return all(a.columns == b.columns for a, b in zip(self.parts, other.parts, strict=True))
 
     def gram(self, other: Pairs) -> Tensor:
         """Return ``[N, M]``."""
@@ -289,12 +282,9 @@ class Cotangents:
     mats: list[Tensor | None]  # [V, R, *out] for each output
     num_samples: int  # N; R is a multiple
 
-    def _known(self) -> list[Tensor]:
-        return [mat for mat in self.mats if mat is not None]
-
     @property
     def _first(self) -> Tensor:
-        return self._known()[0]
+        return first_of(self.mats)
 
     @property
     def _rows_per_sample(self) -> int:
@@ -302,7 +292,7 @@ class Cotangents:
 
     def tensors(self) -> list[Tensor]:
         """Return the cotangents and the inputs."""
-        return self._known() + [x for x in self.c.inputs if isinstance(x, Tensor)]
+        return [t for t in (*self.mats, *self.c.inputs) if isinstance(t, Tensor)]
 
     def take(self, samples: Samples) -> Cotangents:
         """Return the same factors of some of the samples."""
@@ -435,11 +425,7 @@ def source(
 ) -> Pairs | Cotangents | None:
     """Return what individual gradients can be made of later; None if they are made now.
 
-    Args:
-        c: The call, of the rows that the cotangents have.
-        name: Name of the parameter there.
-        mats: ``[V, R, *out]`` for each output.
-        num_samples: N; the gradients of R / N rows are summed.
+    Arguments are those of :class:`Cotangents`; the gradients of R / N rows are summed.
     """
     rule: Any = c.call.derivatives
     if c.call.is_of_copies:
@@ -454,21 +440,19 @@ def source(
         return None
     parts = []
     for s, x in pairs:
-        rows = len(s) * num_samples
-        s = _kept(s).flatten(0, 1)
-        x = None if x is None else _kept(x)
-        if len(s) != rows:  # rows of a sample are more positions
-            s = _positions_of_samples(s, rows)
-            x = None if x is None else _positions_of_samples(x, num_samples)
-        parts.append(Pair(s, x))
+        x = None if x is None else _of_samples(_kept(x), num_samples)
+        parts.append(Pair(_of_samples(_kept(s).flatten(0, 1), len(s) * num_samples), x))
     assemble: Callable[[list[Tensor]], Tensor] = _whole
     if not rule.has_one_part:
         assemble = partial(rule.assemble, _kept_call(c, reads=False), name)
     return Pairs(parts, assemble, (type(rule), name, *(part.shape for part in parts)))
 
 
-def _positions_of_samples(rows: Tensor, num_samples: int) -> Tensor:
-    by_sample = rows.unflatten(0, (num_samples, -1))
+def _of_samples(rows: Tensor, count: int) -> Tensor:
+    """Return the rows of each sample as more positions of it."""
+    if len(rows) == count:
+        return rows
+    by_sample = rows.unflatten(0, (count, -1))
     return by_sample if rows.dim() == 2 else by_sample.flatten(1, 2)
 
 

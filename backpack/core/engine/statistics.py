@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,13 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack.core.engine.extracted import (
-    JOINT_FACTORS,
-    KRONECKER,
-    OVER_PARTS,
-    Reduction,
-    add,
-)
+from backpack.core.engine.extracted import JOINT_FACTORS, KRONECKER, OVER_PARTS, Reduction, add
 from backpack.core.engine.products import Products
 from backpack.core.types import Extension, Write
 
@@ -82,10 +77,10 @@ class Statistics:
         """Multiply the loss that they belong to with a factor."""
         # power of it that columns carry: curvature has two of them
         order = 0.5 if self.exts[0].expects_backpropagation_quantities() else 1
-        for name in self.values:
+        for name, value in self.values.items():
             power = self.rules[name].degree * order
             if power:
-                self.values[name] = _multiplied(self.values[name], factor**power)
+                self.values[name] = _multiplied(value, factor**power)
 
     def _added(self) -> list[str]:
         return [name for name in self.values if self.rules[name].sample_axis is None]
@@ -170,12 +165,7 @@ class OfProducts(Statistics):
             self.values[name] = _multiplied(self.values[name], count)
 
     def plus(self, other: OfProducts) -> OfProducts:
-        """Add what adds up, concatenate samples.
-
-        Raises:
-            NotImplementedError: If a weight has its Kronecker factors with two biases.
-            ValueError: If the Kronecker factors of the parts are of different axes.
-        """
+        """Add what adds up, concatenate samples; refuse Kronecker factors of different kinds."""
         kinds = self.factors_are_of, other.factors_are_of
         if kinds[0] != kinds[1]:
             names = ", ".join(map(repr, self.exts))
@@ -202,14 +192,10 @@ class OfProducts(Statistics):
 
 
 class OfRule(Statistics):
-    """The value that a user's rule has returned, if it is a sum over samples or of each.
-
-    Raises:
-        NotImplementedError: If it is not known to be one.
-    """
+    """The value that a user's rule has returned, if it is a sum over samples or of each."""
 
     def __init__(self, parameter: Parameter, ext: Extension, value: Any):
-        """Check what it is."""
+        """Refuse what is not known to be one."""
         shape = ext.shape
         if len(ext.needs) != 1 or not isinstance(value, Tensor) or shape is None:
             raise NotImplementedError(
@@ -258,29 +244,17 @@ class OfMaps(Statistics):
         write(self.parameter, self.exts[0], [self.map])
 
 
+@dataclass(eq=False)
 class Loaded:
-    """What was accumulated in another program, until a backward pass shows how results are made.
+    """What was accumulated in another program, until a backward pass shows how results are made."""
 
-    Attributes:
-        name: Of the parameter.
-        state: ``values`` and ``numbers`` of :class:`OfProducts`, and ``options`` and ``savefields``
-            of the extensions.
-        partner: The bias (or the weight) that has joined it.
-    """
-
-    def __init__(self, name: str, state: Mapping[str, Any], partner: Parameter | None):
-        """Store it."""
-        self.name = name
-        self.partner = partner
-        self.state: dict[str, Any] = dict(state)
+    name: str  # of the parameter
+    # ``values`` and ``numbers`` of OfProducts, and ``options`` and ``savefields`` of extensions
+    state: dict[str, Any]
+    partner: Parameter | None  # the bias (or the weight) that has joined it
 
     def restored(self, part: Statistics) -> OfProducts:
-        """Return the statistics, which results are made of as of those of a backward pass.
-
-        Raises:
-            ValueError: If these are others.
-            NotImplementedError: If a weight has its Kronecker factors with two biases.
-        """
+        """Return the statistics, like those of a backward pass; refuse them if these are others."""
         values, numbers = self.state["values"], self.state["numbers"]
         if not isinstance(part, OfProducts) or values.keys() != part.values.keys():
             raise ValueError(f"{self.name} has other statistics than those that were loaded.")
@@ -328,21 +302,17 @@ def _multiplied(value: Any, factor: float) -> Any:
     return [v * factor for v in value] if isinstance(value, list) else value * factor
 
 
-def _triangle(matrix: Tensor) -> Tensor:
-    return torch.triu_indices(*matrix.shape, device=matrix.device)
-
-
 def _packed(value: Tensor, is_symmetric: bool) -> Tensor:
     if not is_symmetric or value.dim() == 1:  # of a matrix, the diagonal alone
         return value.flatten()
-    rows, columns = _triangle(value)
+    rows, columns = torch.triu_indices(*value.shape, device=value.device)
     return value[rows, columns]
 
 
 def _unpacked(vector: Tensor, like: Tensor, is_symmetric: bool) -> Tensor:
     if not is_symmetric or like.dim() == 1:
         return vector.view_as(like)
-    rows, columns = _triangle(like)
+    rows, columns = torch.triu_indices(*like.shape, device=like.device)
     matrix = torch.empty_like(like, dtype=vector.dtype)
     matrix[rows, columns] = vector
     matrix[columns, rows] = vector

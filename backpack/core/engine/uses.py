@@ -1,7 +1,7 @@
 """Uses of a parameter in reached calls: what has arrived there, in which rows and positions.
 
-A weight may be used at several positions of a sample. The approximation ``"expand"`` takes each of
-them for a sample, and leaves out those whose targets the loss ignores; ``"reduce"`` averages.
+Of several positions of a sample, the approximation ``"expand"`` takes each for a sample, and leaves
+out those whose targets the loss ignores; ``"reduce"`` averages.
 """
 
 from __future__ import annotations
@@ -141,9 +141,8 @@ def factor_of_means(uses: Sequence[Use], num_n: int, joint: bool, max_size: floa
 def _sums_of_inputs(use: Use, num_n: int, joint: bool) -> tuple[Tensor, Tensor] | None:
     """Sum over its positions what a parameter is multiplied with in each of N samples.
 
-    Returns:
-        ``[N, G, I]`` for G groups that share the factor ``[I, I]``, and the number of positions
-        of each sample, ``[N, 1, 1]``; None for a bias.
+    ``[N, G, I]`` for G groups that share the factor ``[I, I]``, and the number of positions of each
+    sample, ``[N, 1, 1]``; None for a bias.
     """
     there = use.there_in(num_n)
     c, count = (use.c, num_n) if there is None else (use.of_rows_there, int(there.sum()))
@@ -165,8 +164,7 @@ def rows_that_count(
 ) -> list[Tensor]:
     """Return what a parameter is multiplied with, ``[R, I]`` of each use; none for a bias.
 
-    Rows are left out whose target the loss ignores (see :class:`.products.Products`), unless
-    something from others has ``arrived``.
+    Rows are left out whose target the loss ignores, unless something from others has ``arrived``.
     """
     rows = []
     for use in uses:
