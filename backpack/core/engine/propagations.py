@@ -117,41 +117,40 @@ def user_loss_rule(call: Visit, exts: Extensions) -> Emission | None:
 
 
 class LossFactor(Propagation):
-    """A factor S of a matrix at the prediction, ``[V, N, *out]`` at every module.
-
-    Attributes:
-        sampled: Whether columns are random: then they simply add up where rows merge.
-    """
+    """A factor S of a matrix at the prediction, ``[V, N, *out]`` at every module."""
 
     offers = Propagation.offers | UNSLICED
     reads_gradients = False  # first derivatives carry the factor, which depends on the prediction
-    sampled: ClassVar[bool] = False
+    sampled: ClassVar[bool] = False  # whether columns are random: they add up where rows merge
     # makes the columns of a loss
     emission: Callable[[Visit, Backpropagation], Emission]
 
-    def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
-        """Backpropagate ``JᵀS``."""
-        self.backpropagate(Backpropagation(plan, exts, subsampling, save))
-
-    def backpropagate(self, backpropagation: Backpropagation) -> None:
-        """Start at every loss."""
-        losses, extraction = backpropagation.plan.losses, backpropagation.extraction
+    def run(
+        self,
+        plan: Plan,
+        exts: Extensions,
+        subsampling: Subsampling,
+        save: Save,
+        bases: Mapping[Parameter, Bases] | None = None,
+    ) -> None:
+        """Backpropagate ``JᵀS`` from every loss."""
+        backpropagation = Backpropagation(plan, exts, subsampling, save, bases=bases)
+        savefields, sources = backpropagation.extraction.savefields, []
         # parameters that a loss does not depend on would lack its columns
-        if len(losses) > 1 and extraction.is_unsliced:
+        if len(plan.losses) > 1 and backpropagation.extraction.is_unsliced:
             raise NotImplementedError(
-                f"{extraction.savefields}: the loss is the sum of {len(losses)} losses, whose "
+                f"{savefields}: the loss is the sum of {len(plan.losses)} losses, whose "
                 "columns are not kept together as factors. Use SqrtGGNExact() or SqrtGGNMC() "
                 "without factored=True, or one backward pass for each loss."
             )
-        backpropagation.run([self.source(call, backpropagation) for call in losses])
-
-    def source(self, call: Visit, backpropagation: Backpropagation) -> Source:
-        """Return what starts at a loss: columns of a rule that a user has for it, or of its own."""
-        scale = root_of_scale(call, backpropagation.extraction.savefields)
-        rule = user_loss_rule(call, backpropagation.exts)
-        if rule is not None:
-            return LossSource(call, rule, self.sampled)
-        return LossSource(call, self.emission(call, backpropagation), self.sampled, scale)
+        for call in plan.losses:
+            scale, rule = root_of_scale(call, savefields), user_loss_rule(call, exts)
+            if rule is None:
+                rule = self.emission(call, backpropagation)
+                sources.append(LossSource(call, rule, self.sampled, scale))
+            else:
+                sources.append(LossSource(call, rule, self.sampled))
+        backpropagation.run(sources)
 
 
 @dataclass(frozen=True)
@@ -223,7 +222,7 @@ class InBases(Propagation):
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Backpropagate ``JᵀS``."""
-        self.inner.backpropagate(Backpropagation(plan, exts, subsampling, save, bases=self.bases))
+        self.inner.run(plan, exts, subsampling, save, self.bases)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
+from itertools import combinations
 from math import prod
 from typing import Any
 
@@ -375,19 +376,15 @@ def square_norms_of_sum(sources: Sequence[Source]) -> Tensor | None:
 
     None if that takes the gradients themselves, or terms nearly cancel.
     """
-    norms: Tensor | None = None
-    sizes: list[Tensor] = []
     terms = joined(sources)
-    for i, term in enumerate(terms):
-        own = [term.square_norms(), *(_dot(term, other) for other in terms[:i])]
-        sizes += [] if own[0] is None else [own[0]]
-        for factor, value in zip([1, *[2] * i], own, strict=True):
-            if value is None:
-                return None
-            norms = factor * value if norms is None else norms + factor * value
-    if norms is None or (len(terms) > 1 and bool((norms < affine.CANCELLED * sum(sizes)).any())):
+    sizes = [term.square_norms() for term in terms]
+    products = [_dot(one, other) for one, other in combinations(terms, 2)]
+    known = [value for value in (*sizes, *products, *products) if value is not None]
+    if len(known) < len(sizes) + 2 * len(products):
         return None
-    return norms
+    norms = reduce(torch.add, known)
+    is_lost = len(terms) > 1 and bool((norms < affine.CANCELLED * sum(known[: len(terms)])).any())
+    return None if is_lost else norms
 
 
 def _dot(one: Source, other: Source) -> Tensor | None:
