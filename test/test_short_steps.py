@@ -91,8 +91,8 @@ class Step:
     [
         ("", 105, 25, 10),
         ("Variance", 105, 305, 122),
-        ("DiagGGNExact", 105, 390, 128),
-        ("BatchGrad DiagGGNExact KFAC", 105, 800, 249),
+        ("DiagGGNExact", 105, 385, 128),
+        ("BatchGrad DiagGGNExact KFAC", 105, 775, 249),
         ("recorded", 970, 50, 20),
         ("recorded BatchGrad", 970, 1230, 475),
     ],

@@ -121,7 +121,7 @@ class Combining:
         self.groups: dict[Parameter, Processes] = {}  # of those whose gradients are averaged
         self.is_sharded = False  # whether others wait for this process on the way
         self._gathering: dict[Processes, None] = {}  # those that gather weights after the pass
-        self._names: dict[Parameter, Name] = {}  # of the same
+        self._names: dict[Parameter, Name] = {}  # of those whose gradients are averaged
         self._have_same_graphs: dict[Processes, bool] = {}
         self._told_of_error: set[Processes] = set()
         self._deferred: list[Statistics] = []

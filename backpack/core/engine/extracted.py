@@ -20,13 +20,12 @@ def add(one: Any, other: Any) -> Any:
 
 def max_factor_size(exts: Iterable[Extension]) -> float:
     """Return the size up to which some extension wants whole Kronecker factors."""
-    largest: float = -1
-    for ext in exts:
-        if ext.max_factor_size is not None:
-            largest = max(largest, ext.max_factor_size)
-        elif not KRONECKER.isdisjoint(ext.reads):
-            return inf
-    return inf if largest < 0 else largest
+    sizes = [
+        inf if ext.max_factor_size is None else ext.max_factor_size
+        for ext in exts
+        if ext.max_factor_size is not None or not KRONECKER.isdisjoint(ext.reads)
+    ]
+    return max(sizes, default=inf)
 
 
 class Reduction(NamedTuple):

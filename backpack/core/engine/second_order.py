@@ -23,6 +23,7 @@ from backpack.core.engine.propagations import UserRules
 from backpack.core.engine.read_back import ReadBack
 from backpack.core.engine.sample_flow import SampleFlow
 from backpack.core.engine.separate_samples import separate_samples
+from backpack.core.lazy import lazy
 from backpack.core.record import alive
 from backpack.core.record.visits import Visit
 from backpack.core.types import Extension
@@ -41,7 +42,6 @@ class SecondOrder:
         """Look at no hook yet."""
         self.exts, self._save = exts, save
         self._reads_gradients = any(map(_reads_gradients, exts))
-        self._has_copies: bool | None = None  # whether a tensor has no samples, once that is asked
         self._changed: dict[str, None] = {}  # what has or reads gradients that hooks have changed
         self.looking: list[RemovableHandle] = []  # hooks that are removed at the end
         self._read_back: ReadBack | None = None  # what reads functions that nobody has recorded
@@ -53,11 +53,12 @@ class SecondOrder:
 
     def is_read_later(self, grad: Tensor) -> bool:
         """Whether a large gradient is that of a loss, or second-order quantities read it."""
-        if grad.dim() == 0 or self._reads_gradients:
-            return True
-        if self._has_copies is None:
-            self._has_copies = any(call.is_unbatched for call in alive.all_live_calls())
-        return self._has_copies
+        return grad.dim() == 0 or self._reads_gradients or self._has_copies
+
+    @lazy
+    def _has_copies(self) -> bool:
+        """Whether a tensor has no samples."""
+        return any(call.is_unbatched for call in alive.all_live_calls())
 
     def look_around(self, tensor: Tensor, reader: Visit) -> None:
         """Look whether hooks change the gradient of a tensor that a call reads."""

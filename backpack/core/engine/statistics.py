@@ -62,11 +62,9 @@ class Statistics:
 
     def own_samples(self, ext: Extension) -> int | None:
         """Return the number of samples on this process, if an extension reads a value of each."""
-        for name, value in self.values.items():
-            axis = self.rules[name].sample_axis
-            if axis is not None and name in ext.reads:
-                return _listed(value)[0].shape[axis]
-        return None
+        read = [(self.rules[n].sample_axis, v) for n, v in self.values.items() if n in ext.reads]
+        counts = (_listed(value)[0].shape[axis] for axis, value in read if axis is not None)
+        return next(counts, None)
 
     def signature(self) -> str:
         """Name the statistics and the shapes of those that add up: the same on all processes."""
