@@ -459,10 +459,10 @@ class Products:
     @lazy
     def _has_positions_apart(self) -> bool:
         """Whether positions may be left out of the factor of the inputs."""
-        are = [
-            u.call.derivatives.has_positions_apart and u.has_kronecker_factors for u in self.uses
-        ]
-        return all(are) and self.terms is None and self._without_factors is None
+        for use in self.uses:
+            if not (use.call.derivatives.has_positions_apart and use.has_kronecker_factors):
+                return False
+        return self.terms is None and self._without_factors is None
 
     def _rows_that_count(self) -> list[Tensor]:
         return rows_that_count(self.uses, self.counted, lambda: self[extracted.ARRIVED])
@@ -472,11 +472,10 @@ class Products:
             return self.parameter.new_ones(self.num_samples, 1)
         return arrived(self.uses, self.num_samples)
 
-    def _factors_of_input(
-        self, use: Use, num_n: int, approximation: str | None, joint: bool
-    ) -> list[Tensor]:
+    def _factors_of_input(self, use: Use, approximation: str | None, joint: bool) -> list[Tensor]:
         """Return the Kronecker factors of one use, averages over N samples; ``joint``: and bias."""
         call, rule, size = use.call, use.call.derivatives, self.max_factor_size
+        num_n = self._averaged
         if call.is_unbatched and call.is_of_copies:  # the block stands for them
             return []
         there = None if call.samples_come_first else use.there_in(num_n)
@@ -500,13 +499,12 @@ class Products:
             return [reduce(add, [gram(x, count, size) for x in rows])] if rows else []
         if self._without_factors is not None:
             return []
-        first, *others = self.uses
-        num_n = self._averaged
+        (first, *others), num_n = self.uses, self._averaged
         if approximation == "reduce" and first.has_kronecker_factors:
             is_several = bool(others) or first.factor.mat.shape[1] > num_n
             if is_several or first.there_in(num_n) is not None:
                 return factor_of_means(self.uses, num_n, joint, size)
-        each = [self._factors_of_input(use, num_n, approximation, joint) for use in self.uses]
+        each = [self._factors_of_input(use, approximation, joint) for use in self.uses]
         if not others:
             return each[0]
         if approximation == "expand":
