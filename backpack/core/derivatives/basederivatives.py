@@ -25,6 +25,7 @@ from backpack.core.derivatives.by_autograd import (
     summed_products,
 )
 from backpack.core.derivatives.evaluation import Evaluation
+from backpack.core.derivatives.forms import arguments_of
 from backpack.core.derivatives.interface import own_attributes
 from backpack.core.derivatives.parameters import ParameterProducts
 from backpack.core.derivatives.vectors import listed
@@ -51,10 +52,14 @@ FACTS: Mapping[tuple[str, ...], Set[str]] = {
     ("kronecker_rows_are_shared",): {"affine", "kron_rows", "param_vjp"},
     ("squares_with_input",): {"affine", "affine_inputs", "assemble", "param_vjp"},
     ("kron_rows", "kron_inputs", "has_kronecker_factors"): {"param_vjp"},
-    ("kron_joint_input", "kron_means"): {"param_vjp", "affine", "kron_inputs", "kron_rows"},
+    ("joins_bias", "kron_joint_input", "kron_means"): {
+        "param_vjp",
+        "affine",
+        "kron_inputs",
+        "kron_rows",
+    },
     ("affine_inputs",): {"affine"},
     ("affine_jvp",): {"affine"},
-    ("kron_inputs_up_to",): {"kron_inputs", "param_vjp", "affine", "affine_inputs"},
     ("param_vjp_reads_inputs_alone",): {"param_vjp", "affine", "weight_vjp", "bias_vjp"},
     ("repeats_output", "reads_input", "reads_inputs"): set(),
     ("hessian_is_zero",): {"vjp"},
@@ -96,6 +101,9 @@ class BaseDerivatives(ParameterProducts):
         is_generic = super(cls, cls).affine_inputs is BaseDerivatives.affine_inputs
         if "affine_inputs" in own and ("affine" in own or not is_generic):
             cls.read_by_affine = own["affine_inputs"]
+        if "kron_inputs" in own or "kron_inputs" in vars(cls):
+            takes_size = "max_size" in arguments_of(cls.kron_inputs)
+            cls.kron_inputs_up_to = cls.kron_inputs if takes_size else cls.factors_or_diagonals
         cls.keeps_something = cls.saved is not BaseDerivatives.saved
         if "affine" in own or "param_vjp" in own:
             cls.acts_affinely = "affine" in own

@@ -116,17 +116,12 @@ class ConvTransposeNDDerivatives(ConvolutionDerivatives):
         rows = affine.position_rows(v.flatten(3).transpose(2, 3), approximation)
         return rows.unflatten(2, (c.module.groups if name == "weight" else 1, -1))
 
-    def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
-        """Return A of the unfolded input, see ``affine.input_factor``: ``[I·k, I·k]``."""
-        return self._factor(c, approximation, inf) if name == "weight" else []
-
-    def kron_inputs_up_to(
-        self, c: Context, name: str, approximation: str | None, max_size: float
+    def kron_inputs(
+        self, c: Context, name: str, approximation: str | None = None, max_size: float = inf
     ) -> list[Tensor]:
-        """Return A of the unfolded input, or its diagonal ``[I·k]``."""
-        return self._factor(c, approximation, max_size) if name == "weight" else []
-
-    def _factor(self, c: Context, approximation: str | None, max_size: float) -> list[Tensor]:
+        """Return A of the unfolded input, ``[I·k, I·k]``, or its diagonal ``[I·k]``."""
+        if name != "weight":
+            return []
         return [affine.input_factor(self._unfold_input(c).mT, approximation, max_size)]
 
     def kron_means(self, c: Context, name: str, num_n: int) -> Tensor | None:

@@ -237,6 +237,7 @@ class ConvNDDerivatives(ConvolutionDerivatives):
 
     kronecker_rows_are_constant = True
     kronecker_rows_are_shared = True
+    joins_bias = True
     squares_with_input = True
     # the kernel alone says what the Jacobian is, and with the input what the output is
     hessian_is_zero = is_linear_in_params = jacobian_is_constant = repeats_output = always
@@ -403,10 +404,14 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         """Sum over the positions or keep them: ``[V, N, O, *] -> [V, N', 1, O]``."""
         return affine.position_rows(v.flatten(3).transpose(2, 3), approximation).unsqueeze(2)
 
-    def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
-        """Return A of the patches, see ``affine.input_factor``: ``[I/G·k, I/G·k]``, mean over G."""
+    def kron_inputs(
+        self, c: Context, name: str, approximation: str | None = None, max_size: float = inf
+    ) -> list[Tensor]:
+        """Return A of the patches, ``[I/G·k, I/G·k]``, mean over G, or its diagonal."""
         if name != "weight":
             return []
+        if c.params["weight"][0].numel() > max_size:  # there need not be all patches
+            return [self._diagonal(c, approximation)]
         x, moves, positions = c.x, self._geometry(c), c.output.shape[2:]
         if approximation == "reduce":
             return [affine.input_factor(self._unfold(c, moves, x).flatten(0, 1).mT, approximation)]
@@ -419,14 +424,6 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         kernel = Kernel(moves.size, moves.stride, moves.dilation, positions, before)
         count = len(each) * (positions.numel() if approximation == "expand" else 1)
         return [patch_gram(each, kernel).div_(count).to(x.dtype)]
-
-    def kron_inputs_up_to(
-        self, c: Context, name: str, approximation: str | None, max_size: float
-    ) -> list[Tensor]:
-        """Return A of the patches, or its diagonal, for which there need not be all patches."""
-        if name != "weight" or c.params["weight"][0].numel() <= max_size:
-            return self.kron_inputs(c, name, approximation)
-        return [self._diagonal(c, approximation)]
 
     def _diagonal(self, c: Context, approximation: str | None) -> Tensor:
         """Return the diagonal of A, ``[I/G·k]``: squares of patches are patches of squares."""

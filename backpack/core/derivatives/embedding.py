@@ -182,18 +182,13 @@ class EmbeddingDerivatives(BaseDerivatives):
         """Return ``v`` itself, as for a linear layer: ``[V, N, *, D] -> [V, N', 1, D]``."""
         return position_rows(positions(v), approximation).unsqueeze(2)
 
-    def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
-        """Return A of the one-hot rows, ``[W, W]``: counts on the diagonal; "reduce": of means."""
-        return self._factor(c, approximation, inf)
-
-    def kron_inputs_up_to(
-        self, c: Context, name: str, approximation: str | None, max_size: float
+    def kron_inputs(
+        self, c: Context, name: str, approximation: str | None = None, max_size: float = inf
     ) -> list[Tensor]:
-        """Return A, ``[W, W]``, or its diagonal ``[W]``: the counts of the tokens."""
-        return self._factor(c, approximation, max_size)
+        """Return A of the one-hot rows, ``[W, W]``: counts on the diagonal; "reduce": of means.
 
-    def _factor(self, c: Context, approximation: str | None, max_size: float) -> list[Tensor]:
-        """Return A, ``[W, W]``; of one larger than ``max_size`` the diagonal ``[W]`` alone."""
+        Of one larger than ``max_size`` the diagonal ``[W]`` alone.
+        """
         num_n, *axes, _ = self._out_shape(c)
         if approximation == "reduce":
             return [input_factor(self._counts(c, num_n), None, max_size) / prod(axes) ** 2]
@@ -329,7 +324,9 @@ class EmbeddingBagDerivatives(EmbeddingDerivatives):
             return self.param_vjp(c, name, v).flatten(2).unsqueeze(2)
         return super().kron_rows(c, name, v, approximation)
 
-    def _factor(self, c: Context, approximation: str | None, max_size: float) -> list[Tensor]:
+    def kron_inputs(
+        self, c: Context, name: str, approximation: str | None = None, max_size: float = inf
+    ) -> list[Tensor]:
         """Return A of the bags: there is one position, so that the approximations agree."""
         if c.module.mode == "max":
             return []

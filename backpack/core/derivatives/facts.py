@@ -58,6 +58,8 @@ class Facts(SampleAxes):
     #: Whether each position of ``affine`` is a row of the input: ``approximation="expand"`` then
     #: leaves those out of A whose target the loss ignores.
     has_positions_apart: ClassVar[bool] = False
+    #: Whether weight and bias have Kronecker factors together.
+    joins_bias: ClassVar[bool] = False
     #: Whether all parameters have the same Kronecker rows.
     kronecker_rows_are_shared: ClassVar[bool] = False
     #: Whether what ``saved`` keeps is found without computing anything.

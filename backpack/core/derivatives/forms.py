@@ -7,7 +7,7 @@ are given the context: they show the tensors of the call, and check the shapes o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -106,7 +106,7 @@ def translations(name: str, function: Any) -> list[tuple[str, Any]]:
             return []
         arguments = _PARAM if found[2] else _PRODUCT
         form = _form(found[1] + ("_vjp" if found[2] else "_jvp"), "mat", arguments)
-    elif form.method == name and "module" not in signature(function).parameters:
+    elif form.method == name and "module" not in arguments_of(function):
         return []
     if "sum_batch" not in form.arguments:
         return [(form.method, _translated(name, function, form))]
@@ -114,6 +114,14 @@ def translations(name: str, function: Any) -> list[tuple[str, Any]]:
         (form.method, _translated(name, function, form, sum_batch=False)),
         (f"{form.method}_sum", _translated(name, function, form, sum_batch=True)),
     ]
+
+
+def arguments_of(function: Any) -> Iterable[str]:
+    """Return the names of a function's arguments, without ``signature``, which takes long."""
+    code = getattr(function, "__code__", None)
+    if code is None or hasattr(function, "__wrapped__"):
+        return signature(function).parameters
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def _translated(name: str, function: Callable[..., Any], form: Form, **options: Any) -> Any:

@@ -40,6 +40,7 @@ class LinearDerivatives(BaseDerivatives):
     jacobian_is_constant = always  # it is W
     kronecker_rows_are_constant = True
     kronecker_rows_are_shared = True
+    joins_bias = True
     has_positions_apart = True
     squares_with_input = True
 
@@ -91,21 +92,8 @@ class LinearDerivatives(BaseDerivatives):
         ((s, _),) = self.affine(c, name, v)
         return (affine.position_rows(s, approximation) if s.dim() > 3 else s).unsqueeze(2)
 
-    def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
-        """Return A of the input, ``[I, I]``, for the weight."""
-        (x,) = self.affine_inputs(c, name)
-        return [] if x is None else [affine.input_factor(x, approximation)]
-
-    def kron_joint_input(
-        self, c: Context, approximation: str | None = None, max_size: float = inf
-    ) -> Tensor:
-        """Return A of ``[x; 1]``, ``[I + 1, I + 1]``, or its diagonal ``[I + 1]``."""
-        (x,) = self.affine_inputs(c, "weight")
-        assert x is not None
-        return affine.input_factor(affine.with_one(x), approximation, max_size)
-
-    def kron_inputs_up_to(
-        self, c: Context, name: str, approximation: str | None, max_size: float
+    def kron_inputs(
+        self, c: Context, name: str, approximation: str | None = None, max_size: float = inf
     ) -> list[Tensor]:
         """Return A of the input for the weight, ``[I, I]``, or its diagonal ``[I]``."""
         (x,) = self.affine_inputs(c, name)

@@ -130,18 +130,21 @@ class ParameterProducts(Facts):
         acts_affinely = self.acts_affinely and not hasattr(self, f"{name}_vjp")
         pairs = self.flat_pairs(c, name, v) if acts_affinely else None
         if pairs is None:
-            p = self.parameter(c, name)
-
-            def individual(at: Context, part: Any) -> Tensor:
-                return self.param_vjp(at, name, part)
-
-            return self._reduced_in_slices(c, v, individual, p.shape, wanted, weights)
+            shape = self.parameter(c, name).shape
+            return self._reduced_in_slices(
+                c, v, lambda at, part: self.param_vjp(at, name, part), shape, wanted, weights
+            )
         memo = c.memo if self.kronecker_rows_are_shared else None
         if self.has_one_part and len(pairs) == 1:
             ((s, x),) = pairs
             return affine.reduced(s, x, wanted, weights, memo)
-        found = [affine.reduced(s, x, wanted, weights, memo) for s, x in pairs]
-        return reductions.put_together(found, lambda parts: self.assemble(c, name, parts))
+        values = {}
+        parts = [affine.reduced(s, x, wanted, weights, memo) for s, x in pairs]
+        for key in parts[0]:
+            each = [part[key] for part in parts]
+            is_norm = key == "square_norm"  # norms add up
+            values[key] = sum(each[1:], each[0]) if is_norm else self.assemble(c, name, each)
+        return values
 
     def square_in_bases(
         self,
@@ -250,28 +253,37 @@ class ParameterProducts(Facts):
         products = self.param_vjp(c, name, v)
         return products.reshape(*products.shape[:2], 1, -1)
 
-    def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
-        """Kronecker factors made of the inputs.
-
-        Generic: that of the x of :meth:`affine`. Without one, the first factor is the block.
-        """
-        return self._factors_of_inputs(c, name, approximation, inf)
-
-    def _factors_of_inputs(
-        self, c: Context, name: str, approximation: str | None, max_size: float
+    def kron_inputs(
+        self, c: Context, name: str, approximation: str | None = None, max_size: float = inf
     ) -> list[Tensor]:
+        """Kronecker factors made of the inputs, or diagonals of those larger than a size.
+
+        Generic: that of the x of :meth:`affine`. Without one, the first factor is the block. A rule
+        may leave ``max_size`` out: diagonals are then taken of its factors.
+        """
         inputs = self.affine_inputs(c, name) if self._is_one_product(c, name) else None
         known = [x for x in inputs or [] if x is not None]
         return [affine.input_factor(x, approximation, max_size) for x in known]
 
+    def factors_or_diagonals(
+        self, c: Context, name: str, approximation: str | None, max_size: float
+    ) -> list[Tensor]:
+        """Return :meth:`kron_inputs` with a ``max_size``, of a rule that leaves it out."""
+        factors = self.kron_inputs(c, name, approximation)
+        return [f if len(f) <= max_size else f.diagonal().clone() for f in factors]
+
+    kron_inputs_up_to: Any = kron_inputs  # or factors_or_diagonals, for what a rule has
+
     def kron_joint_input(
         self, c: Context, approximation: str | None = None, max_size: float = inf
-    ) -> Tensor | None:
-        """Kronecker factor of ``[x; 1]``, for weight and bias together; None if there is none.
+    ) -> Tensor:
+        """Kronecker factor of ``[x; 1]``, for weight and bias together, if the rule joins them.
 
         Of one larger than ``max_size`` the diagonal ``[I + 1]`` alone.
         """
-        return None
+        (x,) = self.affine_inputs(c, "weight") or [None]
+        assert x is not None
+        return affine.input_factor(affine.with_one(x), approximation, max_size)
 
     def kron_means(self, c: Context, name: str, num_n: int) -> Tensor | None:
         """Average over its positions what a parameter is multiplied with in each of N samples.
@@ -294,25 +306,6 @@ class ParameterProducts(Facts):
             )
         (x,) = inputs
         return None if x is None else x.reshape(num_n, -1, x.shape[-1]).mean(1, keepdim=True)
-
-    @property
-    def joins_bias(self) -> bool:
-        """Whether weight and bias have Kronecker factors together."""
-        return type(self).kron_joint_input is not ParameterProducts.kron_joint_input
-
-    def kron_inputs_up_to(
-        self, c: Context, name: str, approximation: str | None, max_size: float
-    ) -> list[Tensor]:
-        """Return :meth:`kron_inputs`, or the diagonals ``[I]`` of factors larger than a size.
-
-        Generic: forms the factors, but for those of the x of :meth:`affine`.
-        """
-        if type(self).kron_inputs is ParameterProducts.kron_inputs:
-            return self._factors_of_inputs(c, name, approximation, max_size)
-        factors = self.kron_inputs(c, name, approximation)
-        if max(map(len, factors), default=0) <= max_size:
-            return factors
-        return [f if len(f) <= max_size else f.diagonal().clone() for f in factors]
 
     def has_kronecker_factors(self, c: Context, name: str) -> bool:
         """Whether a parameter has Kronecker factors in the call at hand, not just its block."""
