@@ -64,28 +64,20 @@ class RecurrentDerivatives(BaseDerivatives):
     """Derivatives of recurrent modules; for formulas see :mod:`.recurrent_network`.
 
     A subclass says which step a module takes, and where its inputs and outputs have their time.
-
-    Attributes:
-        own_step: The time step; None if the module's nonlinearity tells it.
-        suffixes: Returns the end of the parameters' names for each k.
-        inside: Brings a tensor to ``[T, N, *]``, a state to ``[L·D, N, *]``, after some axes.
-        outside: Brings it from there back to the form of the module.
-        cotangents: Splits what arrives at the outputs: at all steps, ``[V, T, N, *]``, and at the
-            states.
-        outputs: Makes outputs, after some axes, of values at all steps ``[T, N, *]`` and of states.
     """
 
-    own_step: ClassVar[Step | None] = None
-    suffixes: Callable[[Any], list[str]]
+    own_step: ClassVar[Step | None] = None  # None if the module's nonlinearity tells it
+    suffixes: Callable[[Any], list[str]]  # the end of the parameters' names for each k
+    # brings a tensor to [T, N, *], a state to [L·D, N, *], after some axes; and back
     inside: Callable[[Any, Tensor, int, bool], Tensor]
     outside: Callable[[Any, Tensor, int, bool], Tensor]
+    # splits what arrives at the outputs: at all steps, [V, T, N, *], and at the states
     cotangents: Callable[[Any, Mats], tuple[Tensor | None, list[Tensor | None]]]
+    # makes outputs, after some axes, of values at all steps, [T, N, *], and of states
     outputs: Callable[[Any, Sequence[Tensor], int], Any]
     hessian_is_zero = never  # the gates are nonlinear
     directions = constant(1)  # their number D
     is_linear_in_params = never  # later steps depend on what the parameters did in earlier ones
-
-    # ------------------------------------------------------------------ facts about the module
 
     def step(self, module: Any) -> Step:
         """Return the time step."""
@@ -259,7 +251,8 @@ class RecurrentDerivatives(BaseDerivatives):
         """Apply the transposed Jacobian: a recursion back in time."""
         network, module = self.network(c), c.module
         _, cotangents = self._at_gates(c, v)
-        x = self.outside(module, pull_to_input(network, cotangents, 0), 1, False)
+        x = pull_to_input(network, cotangents[: network.directions], 0)
+        x = self.outside(module, x, 1, False)
         starts = (
             torch.stack(parts, 1) for parts in zip(*(a.start for a in cotangents), strict=True)
         )
@@ -273,28 +266,22 @@ class RecurrentDerivatives(BaseDerivatives):
 
     def jvp(self, c: Context, t: Mats) -> Any:
         """Apply the Jacobian: a recursion forward in time."""
-        network, module = self.network(c), c.module
-        x, *others = listed(t)
-        start = [None if s is None else self.inside(module, s, 1, True) for s in others]
-        start += [None] * (network.step.num_states - len(start))
-        x = None if x is None else self.inside(module, x, 1, False)
-        return self._pushed(c, network, x, start[: network.step.num_states], None)
+        x, *others = (
+            None if m is None else self.inside(c.module, m, 1, i > 0)
+            for i, m in enumerate(listed(t))
+        )
+        return self._pushed(c, x, others, None)
 
     def param_jvp(self, c: Context, name: str, t: Tensor) -> Any:
         """Apply the Jacobian with respect to a parameter: the same recursion."""
-        network = self.network(c)
-        moved = Moved(*self._place(c.module, name), t)
-        return self._pushed(c, network, None, [None] * network.step.num_states, moved)
+        return self._pushed(c, None, [], Moved(*self._place(c.module, name), t))
 
     def _pushed(
-        self,
-        c: Context,
-        network: Network,
-        x: Tensor | None,
-        start: Sequence[Tensor | None],
-        moved: Moved | None,
+        self, c: Context, x: Tensor | None, states: Sequence[Tensor | None], moved: Moved | None
     ) -> Any:
         """Return the tangents of the outputs."""
+        network = self.network(c)
+        start = [*states, None, None][: network.step.num_states]
         traces = [whole.of_samples(c.rows) for whole in self._traces(c)]
         output, finals = push_forward(network, traces, x, start, moved)
         assert output is not None
@@ -304,8 +291,6 @@ class RecurrentDerivatives(BaseDerivatives):
             for parts, size in zip(zip(*finals, strict=True), network.state_sizes, strict=True)
         ]
         return self.outputs(c.module, [output, *stacked], 1)
-
-    # ------------------------------------------------------------------ parameters
 
     def affine(self, c: Context, name: str, v: Mats) -> Pairs:
         """Return what arrives at the products of a parameter, and what it is multiplied with."""
@@ -384,11 +369,6 @@ def _is_gradient(c: Context, v: Mats) -> bool:
     return all(map(is_same, v, grads))
 
 
-def _leaves(node: Any) -> set[Any]:
-    """Return the leaves whose gradients a node computes."""
-    return {getattr(parent, "variable", None) for parent, _ in node.next_functions}
-
-
 def _of_samples(c: Context, x: Tensor | None) -> Tensor | None:
     """Bring ``[T, N, I]`` to ``[N', T, I]`` for the selected samples."""
     return None if x is None else c.select(x, 1).transpose(0, 1)
@@ -421,9 +401,7 @@ class SequenceDerivatives(RecurrentDerivatives):
         exchange = module.batch_first and not is_state
         return tensor.transpose(axis, axis + 1) if exchange else tensor
 
-    def outside(self, module: Any, tensor: Tensor, axis: int, is_state: bool) -> Tensor:
-        """Exchange them back."""
-        return self.inside(module, tensor, axis, is_state)
+    outside = inside  # an exchange is its own inverse
 
     def cotangents(self, module: Any, v: Mats) -> tuple[Tensor | None, list[Tensor | None]]:
         """Split what arrives at the outputs: at all steps, ``[V, T, N, *]``, and at the states."""
@@ -462,13 +440,15 @@ class LSTMDerivatives(SequenceDerivatives):
     ) -> Sequence[KernelOverride] | None:
         """Return one for the kernel of each direction of a layer."""
         weights = self.weights(visit.module, {})
-        found = [
-            FusedLayer(node, visit, self, k)
-            for node in nodes
-            if type(node).__name__ == FusedLayer.name
-            for k, own in enumerate(weights if OWN_LSTM_KERNEL.is_on else [])
-            if {p for p in own if p is not None and p.requires_grad} <= elided & _leaves(node)
-        ]
+        found = []
+        for node in nodes if OWN_LSTM_KERNEL.is_on else []:
+            if type(node).__name__ == FusedLayer.name:
+                leaves = {getattr(parent, "variable", None) for parent, _ in node.next_functions}
+                found += [
+                    FusedLayer(node, visit, self, k)
+                    for k, own in enumerate(weights)
+                    if {p for p in own if p is not None and p.requires_grad} <= elided & leaves
+                ]
         if sorted(layer.k for layer in found) == [*range(len(weights))]:
             return found
         return [] if _is_first(visit) else None
@@ -478,8 +458,7 @@ class FusedLayer(KernelOverride):
     """Computes what oneDNN's kernel of a layer's direction would, but no parameter's gradient.
 
     Individual gradients need what arrives at the pre-activations anyway, and the gradient of the
-    input is one product of that. The rule is that of the LSTM, and k says which layer and
-    direction.
+    input is one product of that. The index k says which layer and direction.
     """
 
     name = "MkldnnRnnLayerBackward0"

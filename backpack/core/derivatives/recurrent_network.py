@@ -32,7 +32,7 @@ first: input ``[T, N, I]``, output ``[T, N, D·P]``, states h ``[L·D, N, P]`` a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations_with_replacement, groupby
 from typing import Any, NamedTuple
 
@@ -142,12 +142,12 @@ class FactoredCotangents(NamedTuple):
 
     @property
     def p(self) -> Tensor:
-        """What arrives at the input-side pre-activations, ``[V, T, N, G·H]``."""
+        """As of :class:`GateCotangents`."""
         return self._at(self.slopes.p)
 
     @property
     def q(self) -> Tensor:
-        """What arrives at the hidden-side pre-activations, ``[V, T, N, G·H]``."""
+        """As of :class:`GateCotangents`."""
         return self._at(self.slopes.q)
 
     def _at(self, slopes: Tensor) -> Tensor:
@@ -347,21 +347,22 @@ def pull_back(
 ) -> list[Cotangents]:
     """Apply the transposed Jacobian as far as the pre-activations, for each k.
 
-    Args:
-        network: The network.
-        slopes: Those of the samples that the cotangents hold, for each k.
-        output: ``[V, T, N, D·P]``, None for zero.
-        finals: Those of the final states, ``[V, L·D, N, P]`` and ``[V, L·D, N, H]``, None for zero.
+    The slopes are those of the samples at hand. The output is ``[V, T, N, D·P]``, the final states
+    are ``[V, L·D, N, P]`` and ``[V, L·D, N, H]``: None for zero.
     """
-    cotangents: dict[int, Cotangents] = {}
+    cotangents: list[Cotangents] = []
     for layer in reversed(network.layers):
-        each = network.of_directions(output)
-        for (k, _), own in zip(network.of_layer(layer), each, strict=True):
-            last = [None if m is None else m[:, k] for m in finals]
-            cotangents[k] = pull_direction(network, k, slopes[k], own, last)
+        each = zip(network.of_layer(layer), network.of_directions(output), strict=True)
+        own = [
+            pull_direction(
+                network, k, slopes[k], arrived, [None if m is None else m[:, k] for m in finals]
+            )
+            for (k, _), arrived in each
+        ]
         if layer > 0:
-            output = pull_to_input(network, cotangents, layer)
-    return [cotangents[k] for k in range(len(cotangents))]
+            output = pull_to_input(network, own, layer)
+        cotangents = own + cotangents
+    return cotangents
 
 
 def pull_direction(
@@ -472,14 +473,11 @@ def _pull_many(
     )
 
 
-def pull_to_input(
-    network: Network, cotangents: Mapping[int, Cotangents] | Sequence[Cotangents], layer: int
-) -> Tensor:
-    """Return what arrives at the input of a layer, ``[V, T, N, I]``."""
-    each = [
-        cotangents[k].to_input(network.weights[k].weight_ih) for k, _ in network.of_layer(layer)
-    ]
-    return sum(each[1:], start=each[0])
+def pull_to_input(network: Network, cotangents: Sequence[Cotangents], layer: int) -> Tensor:
+    """Return what arrives at the input of a layer, ``[V, T, N, I]``, from its directions."""
+    pairs = zip(cotangents, network.of_layer(layer), strict=True)
+    first, *others = (own.to_input(network.weights[k].weight_ih) for own, (k, _) in pairs)
+    return sum(others, start=first)
 
 
 class Moved(NamedTuple):
@@ -499,16 +497,9 @@ def push_forward(
 ) -> tuple[Tensor | None, list[list[Tensor | None]]]:
     """Apply the Jacobian. Tangents that are None are zero.
 
-    Args:
-        network: The network.
-        traces: Of the samples that the tangents hold, for each k.
-        x: Tangent of the input, ``[V, T, N, I]``.
-        start: Tangents of the initial states, ``[V, L·D, N, P]`` and ``[V, L·D, N, H]``.
-        moved: Tangent of a parameter.
-
-    Returns:
-        That of the output ``[V, T, N, D·P]``, and for each k those of the final states,
-        ``[V, N, P]`` and ``[V, N, H]``.
+    Given are those of the input, ``[V, T, N, I]``, of the initial states, ``[V, L·D, N, P]`` and
+    ``[V, L·D, N, H]``, and of a parameter. Returned are that of the output, ``[V, T, N, D·P]``, and
+    for each k those of the final states, ``[V, N, P]`` and ``[V, N, H]``.
     """
     finals: list[list[Tensor | None]] = []
     for layer in network.layers:
