@@ -9,7 +9,6 @@ from backpack.core.derivatives import (  # noqa: F401
     automatic,
     automatic_loss,
     batchnorm_nd,
-    bilinear,
     conv_transposend,
     convnd,
     crossentropyloss,
@@ -24,10 +23,8 @@ from backpack.core.derivatives import (  # noqa: F401
     multihead_attention,
     normalization,
     pooling,
-    prelu,
     recurrent,
     unknown_module,
-    upsample,
     weighted_loss,
 )
 from backpack.core.derivatives.attention import ScaledDotProductAttentionDerivatives

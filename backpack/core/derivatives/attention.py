@@ -332,8 +332,6 @@ class ScaledDotProductAttentionDerivatives(AttentionDerivatives, FunctionDerivat
         q, *others = found
         return [q, *map(_summed, others, self._groups(c)), *[None] * (len(c.inputs) - 3)]
 
-    # ------------------------------------------------------------------ products
-
     @or_automatic
     def jvp(self, c: Context, t: Any) -> Any:
         """Apply the Jacobian."""

@@ -59,8 +59,6 @@ class ConvTransposeNDDerivatives(ConvolutionDerivatives):
         shape = c.input.shape[1:]
         return map_rows(lambda s: self._pull(c, s, shape), v)
 
-    # ------------------------------------------------------------------ weight [I, O/G, *k]
-
     def _by_output(self, t: Tensor, groups: int) -> Tensor:
         return t.transpose(0, 1).flatten(1, 2)
 

@@ -97,15 +97,8 @@ def correlate(
     A convolution's weight gradient correlates its padded input with the gradient of its output; a
     transposed convolution's correlates the padded gradient of its output with its input.
 
-    Args:
-        big: ``[N, C, *in]``.
-        small: ``[V, N, K, *positions]``.
-        moves: The stride, dilation and groups of the convolution.
-        padding: Zeros to add to ``big`` at both ends of each axis.
-        sum_batch: Sum over the samples.
-
-    Returns:
-        ``[V, N, K, C/G, *kernel]``, without N if summed.
+    Of ``big [N, C, *in]``, which zeros are added to at both ends of each axis, and ``small [V, N,
+    K, *positions]``: ``[V, N, K, C/G, *kernel]``, without N if summed.
     """
     num_v, num_n, k = small.shape[:3]
     groups, kernel = moves.groups, moves.size
@@ -131,11 +124,7 @@ def patches_are_cheaper(moves: Geometry, patch_entries: int, product_entries: in
 
     Unfolding costs time for each entry of the patches. A convolution for each sample costs a fixed
     time (as much as unfolding some 2^16 entries), and has to copy the product. Measured on a CPU.
-
-    Args:
-        moves: How the convolution moves.
-        patch_entries: Entries of a sample's patches.
-        product_entries: Entries of a sample's product.
+    The entries are those of one sample.
     """
     is_padded = any(moves.before) or any(moves.after)
     is_view = Size(moves.size).numel() == 1 and not is_padded and set(moves.stride) == {1}
@@ -243,8 +232,6 @@ class ConvNDDerivatives(ConvolutionDerivatives):
     hessian_is_zero = is_linear_in_params = jacobian_is_constant = repeats_output = always
     param_vjp_reads_inputs_alone = ConvolutionDerivatives.param_vjp_reads_inputs_alone
 
-    # ------------------------------------------------------------------ padding
-
     def _geometry(self, c: Context) -> Geometry:
         size = c.params["weight"].shape[2:]  # another than `kernel_size` if the weight is another
         module, mode, padding = c.module, c.module.padding_mode, c.module.padding
@@ -269,8 +256,6 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         ends = zip(reversed(moves.before), reversed(moves.after), strict=True)
         return pad(x, [width for pair in ends for width in pair], mode=moves.mode)
 
-    # ------------------------------------------------------------------ Jacobians
-
     def _options(self, c: Context) -> tuple[Any, ...]:
         moves = self._geometry(c)
         return moves.stride, moves.native, moves.dilation, False, [0] * len(moves.size)
@@ -291,8 +276,6 @@ class ConvNDDerivatives(ConvolutionDerivatives):
             return apply_transposed(lambda x: self._pad(moves, x), (len(s), *shape), product)
 
         return map_rows(pull, v)
-
-    # ------------------------------------------------------------------ weight
 
     def _by_output(self, t: Tensor, groups: int) -> Tensor:
         return t.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 2)
@@ -316,6 +299,10 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         """Return the patches of the input: ``[N, I, *in] -> [N, G, I/G·k, T]``."""
         return unfolded(self._pad(moves, x, explicit=True), moves, c.output.shape[2:])
 
+    def _rows(self, c: Context, moves: Geometry, x: Tensor) -> Tensor:
+        """Return the patches of each position, groups as further samples: ``[N·G, T, I/G·k]``."""
+        return self._unfold(c, moves, x).flatten(0, 1).mT
+
     @fast.body("Norms are those of Gram matrices, squares those of fewer columns.", "param_vjp")
     def reduced(
         self, c: Context, name: str, v: Any, wanted: Set[str], weights: Tensor | None = None
@@ -338,14 +325,11 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         sizes = (num_v, num_o // groups, positions, features)
         if wanted <= {"gradient", "square_norm"} and affine.gram_is_cheaper(*sizes):
             return self._by_gram(
-                c,
-                v,
-                wanted,
-                lambda: (s.flatten(1, 2).mT, self._unfold(c, moves, x).flatten(0, 1).mT),
+                c, v, wanted, lambda: (s.flatten(1, 2).mT, self._rows(c, moves, x))
             )
 
         def by_patches(samples: slice) -> reductions.Multiply:
-            rows = self._unfold(c, moves, x[samples]).mT.flatten(0, 1)
+            rows = self._unfold(c, moves, x[samples]).flatten(0, 1).mT
 
             def multiply(columns: slice, out: Tensor | None) -> Tensor:
                 part = s[columns, samples]
@@ -392,7 +376,7 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         size, total = reductions.slice_size(entries, x.device), None
         for start in range(0, len(x), size):
             span = slice(start, start + size)
-            rows = self._unfold(c, moves, x[span]).squeeze(1).mT
+            rows = self._rows(c, moves, x[span])
             rows = affine.with_one(rows) if joint else rows
             of_span = None if weights is None else weights[:, span]
             square = affine.square_in_bases(s[:, span], rows, bases, of_span)
@@ -414,7 +398,7 @@ class ConvNDDerivatives(ConvolutionDerivatives):
             return [self._diagonal(c, approximation)]
         x, moves, positions = c.x, self._geometry(c), c.output.shape[2:]
         if approximation == "reduce":
-            return [affine.input_factor(self._unfold(c, moves, x).flatten(0, 1).mT, approximation)]
+            return [affine.input_factor(self._rows(c, moves, x), approximation)]
         before = moves.before
         if moves.mode != "constant":
             x, before = self._pad(moves, x, explicit=True), [0 for _ in before]
@@ -429,8 +413,7 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         """Return the diagonal of A, ``[I/G·k]``: squares of patches are patches of squares."""
         x, moves = c.x, self._geometry(c)
         if approximation == "reduce":
-            rows = self._unfold(c, moves, x).flatten(0, 1).mT
-            return affine.input_factor(rows, approximation, max_size=0)
+            return affine.input_factor(self._rows(c, moves, x), approximation, max_size=0)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = self._unfold(c, moves, wide.square().sum(0, keepdim=True))  # [1, G, I/G·k, T]
         num_t = squares.shape[3] if approximation == "expand" else 1
@@ -450,5 +433,5 @@ class ConvNDDerivatives(ConvolutionDerivatives):
             own = self._diagonal(c, approximation)
             of_one = c.output.shape[2:].numel() if approximation is None else 1
             return torch.cat([own, own.new_full((1,), of_one)])
-        rows = self._unfold(c, self._geometry(c), c.x).flatten(0, 1).mT
-        return affine.input_factor(affine.with_one(rows), approximation)
+        rows = affine.with_one(self._rows(c, self._geometry(c), c.x))
+        return affine.input_factor(rows, approximation)

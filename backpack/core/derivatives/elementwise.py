@@ -18,6 +18,7 @@ from backpack.core.derivatives.reductions import gram
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
+from backpack.core.record.layout import Layout
 from backpack.core.record.registry import register
 
 
@@ -98,6 +99,59 @@ class LeakyReLUDerivatives(PiecewiseLinearDerivatives):
         """First derivative, 1 or the negative slope."""
         x = c.x
         return torch.where(x > 0, x.new_ones(()), x.new_tensor(c.module.negative_slope))
+
+
+@register(nn.PReLU)
+class PReLUDerivatives(PiecewiseLinearDerivatives):
+    """``y = max(x, 0) + a min(x, 0)``, with one trained slope or one for each channel."""
+
+    params = ("weight",)
+    is_linear_in_params = always
+
+    def min_dims(self, module: Any) -> int:
+        """Return 1, and 2 if there are channels."""
+        return 1 if module.num_parameters == 1 else 2
+
+    def folds_rows(self, module: Any) -> bool:
+        """Return whether the axis behind that of the batch is like the others."""
+        return self.min_dims(module) == 1
+
+    def layouts(self, call: Call) -> list[Layout | None]:
+        """Find where the samples are: anywhere for one slope, else in front of the channels.
+
+        Raises:
+            ValueError: If the samples are not where the module needs them.
+        """
+        (layout,), (shape,), module = call.layouts_in, call.shape_in, call.module
+        if self.min_dims(module) == 2 and layout is not None and layout.is_batched and shape:
+            place = layout.place(shape)
+            if place is None or place.axis != 0:
+                raise ValueError(
+                    f"{call!r} has a slope for each entry of axis 1, and needs the samples of the "
+                    "batch along axis 0. Exchange the axes before and after it."
+                )
+            layout.confirm()
+        return super().layouts(call)
+
+    def df(self, c: Context) -> Tensor:
+        """First derivative, 1 or the slope."""
+        return torch.where(c.x > 0, 1, self._spread(c, c.params["weight"]))
+
+    def _spread(self, c: Context, t: Tensor) -> Tensor:
+        """Give ``[V, *p]`` (or ``[*p]``) the axes of ``[V, N, *]`` (or ``[N, *]``)."""
+        dims, channels = c.input.dim(), c.module.num_parameters
+        shape = (1,) * dims if channels == 1 else (1, channels, *(1,) * (dims - 2))
+        return t.reshape(*t.shape[: t.dim() - c.params["weight"].dim()], *shape)
+
+    def weight_jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Multiply with ``∂y/∂a = min(x, 0)``."""
+        return self._spread(c, t) * c.x.clamp(max=0)
+
+    def weight_vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Multiply with ``min(x, 0)``, and sum over what shares a slope."""
+        products = v * c.x.clamp(max=0)
+        sums = products.reshape(*v.shape[:2], c.module.num_parameters, -1).sum(3)
+        return sums.reshape(*v.shape[:2], *c.params["weight"].shape)
 
 
 @register(nn.Sigmoid)

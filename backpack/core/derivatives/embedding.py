@@ -87,8 +87,6 @@ class EmbeddingDerivatives(BaseDerivatives):
         """Return nothing: integers have no cotangents."""
         return (None,)
 
-    # ------------------------------------------------------------------ what is looked up
-
     def _lookups(self, c: Context) -> Lookups:
         """List what the selected samples read.
 
@@ -114,8 +112,6 @@ class EmbeddingDerivatives(BaseDerivatives):
     def _out_shape(self, c: Context) -> Size:
         """Return the shape of the output, ``[N, *, D]``, for the selected samples."""
         return self.shape_of_rows(c.output.shape, 0, c.rows)
-
-    # ------------------------------------------------------------------ weight [W, D]
 
     def weight_jvp(self, c: Context, t: Tensor) -> Tensor:
         """Look up rows of ``t``."""
@@ -233,8 +229,6 @@ class EmbeddingBagDerivatives(EmbeddingDerivatives):
         of_bags = (one for one in call.layouts_in[1:] if one is not None and one.samples == bags)
         return [next(of_bags, Layout(1, bags))]
 
-    # ------------------------------------------------------------------ arguments
-
     def _sample_weights(self, c: Context) -> Tensor | None:
         """Return the argument ``per_sample_weights``: the one that is no integer."""
         return next((x for x in c.inputs if torch.is_tensor(x) and x.is_floating_point()), None)
@@ -315,8 +309,6 @@ class EmbeddingBagDerivatives(EmbeddingDerivatives):
         """Sum the rows that are read, multiplied with ``t``."""
         (tangent,) = (one for one in t if one is not None)
         return einsum("vnl,nld->vnd", tangent, self._rows_read(c))
-
-    # ------------------------------------------------------------------ Kronecker factors
 
     def kron_rows(self, c: Context, name: str, v: Any, approximation: str | None = None) -> Tensor:
         """Return ``v`` itself, as for a linear layer; its products for the maximum."""

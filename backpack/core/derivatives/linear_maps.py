@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,6 +14,7 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.by_autograd import transposed
 from backpack.core.derivatives.facts import always, constant, never
 from backpack.core.derivatives.sample_axes import BatchAxis
+from backpack.core.derivatives.vectors import map_vectors
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout
@@ -26,7 +28,7 @@ AXES = {
     for axes in (1, 2, 3)
     for name in (
         *("AvgPool", "AdaptiveAvgPool", "MaxPool", "AdaptiveMaxPool", "MaxUnpool"),
-        *("CircularPad", "ReflectionPad", "ReplicationPad"),
+        *("CircularPad", "ReflectionPad", "ReplicationPad", "InstanceNorm"),
     )
 } | {nn.FractionalMaxPool2d: 2, nn.FractionalMaxPool3d: 3}
 
@@ -194,3 +196,44 @@ class PadDerivatives(LinearMapDerivatives):
         if self.mode(c.module) != "constant":
             return super().vjp(c, v)
         return F.pad(v, [-width for width in self.padding(c.module)])
+
+
+_aten = torch.ops.aten
+# by mode and number of spatial axes; "area" is average pooling
+TRANSPOSED: Mapping[tuple[str, int], Callable[..., Tensor]] = {
+    ("nearest", 1): _aten.upsample_nearest1d_backward,
+    ("nearest", 2): _aten.upsample_nearest2d_backward,
+    ("nearest", 3): _aten.upsample_nearest3d_backward,
+    ("nearest-exact", 1): _aten._upsample_nearest_exact1d_backward,
+    ("nearest-exact", 2): _aten._upsample_nearest_exact2d_backward,
+    ("nearest-exact", 3): _aten._upsample_nearest_exact3d_backward,
+    ("linear", 1): _aten.upsample_linear1d_backward,
+    ("bilinear", 2): _aten.upsample_bilinear2d_backward,
+    ("bicubic", 2): _aten.upsample_bicubic2d_backward,
+    ("trilinear", 3): _aten.upsample_trilinear3d_backward,
+}
+
+
+@register(nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d)
+class UpsampleDerivatives(LinearMapDerivatives):
+    """Interpolation, of all modes."""
+
+    reads_input = False
+
+    @fast.body("A kernel of torch is the transpose.", "linear_map")
+    def vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Apply the transpose."""
+        module, dims = c.module, c.input.dim() - 2
+        transposed = TRANSPOSED.get((module.mode, dims))
+        if transposed is None:
+            return super().vjp(c, v)
+        shape_in, shape_out = c.input.shape[1:], list(c.output.shape[2:])
+        align = [] if module.mode.startswith("nearest") else [bool(module.align_corners)]
+        # the factors of the axes where torch uses them, instead of the sizes' ratios
+        given = None if module.recompute_scale_factor else module.scale_factor
+        factors = list(given) if isinstance(given, tuple | list) else [given] * dims
+
+        def pull(s: Tensor) -> Tensor:
+            return transposed(s, shape_out, [len(s), *shape_in], *align, *factors)
+
+        return map_vectors(lambda v: map_rows(pull, v), v)

@@ -143,8 +143,6 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
     min_dims = constant(3)  # batch, sequence, features
     is_linear_in_params = never  # queries and keys are multiplied with each other
 
-    # ------------------------------------------------------------------ facts about the module
-
     def batch_axis_in(self, module: Any, i: int) -> int:
         """Return the batch axis: queries, keys and values have it first or second."""
         return 0 if module.batch_first or i > 2 else 1
@@ -320,8 +318,6 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
             return y
         return y, weights.mean(2) if options.average_attn_weights else weights
 
-    # ------------------------------------------------------------------ second derivative
-
     @fast.body("The second derivative is a formula.", *FIRST_DERIVATIVES)
     @or_automatic
     def mixed_hvp(
@@ -389,8 +385,6 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
             else:
                 parts.append(ds[..., span, :].sum((1, 2) if sum_batch else 2))
         return self.assemble(c, name, parts)
-
-    # ------------------------------------------------------------------ parameters
 
     def affine_inputs(self, c: Context, name: str) -> list[Tensor | None]:
         """Return what each part of a parameter is multiplied with, ``[N, T, I]``; None: a bias."""
