@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, SyncBatchNorm
 
-from backpack.core.derivatives.normalization import ScaleAndShiftDerivatives
+from backpack.core.derivatives.normalization import NormalizationDerivatives
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Owners
@@ -17,7 +17,7 @@ from backpack.core.record.registry import register
 
 
 @register(BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm)
-class BatchNormNdDerivatives(ScaleAndShiftDerivatives):
+class BatchNormNdDerivatives(NormalizationDerivatives):
     """Derivatives of ``torch.nn.BatchNorm1d``, ``BatchNorm2d`` and ``BatchNorm3d``.
 
     With running statistics (evaluation mode) the module is a linear map of each sample. With the
@@ -110,25 +110,25 @@ class BatchNormNdDerivatives(ScaleAndShiftDerivatives):
         weight = c.params.get("weight")
         return 1 / s if weight is None else self._per_channel(c, weight) / s
 
-    # ------------------------------------------------------------------ Jacobians
-
     def jvp(self, c: Context, t: Tensor) -> Tensor:
         """Apply J."""
         if not c.call.couples_samples:
             return t * self._gain(c, self._running_s(c))
         self._need_whole_batch(c)
-        x_hat, s = self._normalized(c)
-        return self._gain(c, s) * self._project(c, x_hat, t)
+        return super().jvp(c, t)
 
     def vjp(self, c: Context, v: Tensor) -> Tensor:
         """Apply J, which is symmetric."""
         return self.jvp(c, v)
 
+    def _groups(self, c: Context, mat: Tensor) -> Tensor:
+        """Keep the axes, which :meth:`_mean` knows."""
+        return mat
+
     def _project(self, c: Context, x_hat: Tensor, mat: Tensor) -> Tensor:
         """Apply ``I - 1 1ᵀ/m - x̂ x̂ᵀ/m``."""
-        mat = self._without_added(c, mat)
-        centered = self._without_added(c, mat - self._mean(c, mat))
-        return centered - x_hat * self._mean(c, mat * x_hat)
+        projected = super()._project(c, x_hat, self._without_added(c, mat))
+        return self._without_added(c, projected)
 
     def _need_whole_batch(self, c: Context) -> None:
         if c.rows is not None:
@@ -142,11 +142,4 @@ class BatchNormNdDerivatives(ScaleAndShiftDerivatives):
         if not c.call.couples_samples:
             return torch.zeros_like(t)
         self._need_whole_batch(c)
-        g: Any = c.grad_out[0]
-        x_hat, s = self._normalized(c)
-        d_s = self._mean(c, x_hat * t)
-        d_x_hat = self._project(c, x_hat, t) / s
-        change = d_s / s * self._project(c, x_hat, g)
-        change = change + d_x_hat * self._mean(c, g * x_hat)
-        change = change + x_hat * self._mean(c, g * d_x_hat)
-        return -self._gain(c, s) * change
+        return self._second(c, t)

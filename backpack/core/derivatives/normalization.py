@@ -18,6 +18,7 @@ from backpack.context import disable
 from backpack.core import fast
 from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, BaseDerivatives
 from backpack.core.derivatives.facts import always, constant, never
+from backpack.core.derivatives.linear_maps import spatial_axes
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.derivatives.vectors import map_vectors
 from backpack.core.record.calls import Call
@@ -28,13 +29,27 @@ from backpack.core.types import Changes, OfInputs, OfParams
 from backpack.core.values import at_least_single
 
 
-class ScaleAndShiftDerivatives(BaseDerivatives):
-    """What all normalisation, ``y = γ x̂ + β``, is to γ and β."""
+class NormalizationDerivatives(BaseDerivatives):
+    """Derivatives of ``y = γ x̂ + β``. A subclass says what a group is, and where γ belongs.
+
+    The entries of a group are neighbours in memory: a tensor is ``[R, m]``, R groups in all.
+
+    Attributes:
+        subtracts_mean: Whether there is a μ.
+    """
 
     params: ClassVar[tuple[str, ...]] = ("weight", "bias")
+    subtracts_mean: ClassVar[bool] = True
     is_linear_in_params = always
+    hessian_is_zero = never  # the scale that a group is divided by depends on its entries
     inner_axes = constant(0)  # the number of axes behind those of γ
-    _normalized: Callable[[Context], tuple[Tensor, Tensor]]  # x̂, of any shape, and s
+    group_size: Callable[[Context], int]  # m, the number of entries of a group
+
+    def epsilon(self, c: Context) -> float:
+        """Return ε, which is added to the variance."""
+        return c.module.eps
+
+    # ------------------------------------------------------------------ parameters
 
     def _x_hat(self, c: Context) -> Tensor:
         """Return x̂: ``[N, *in]``."""
@@ -68,40 +83,15 @@ class ScaleAndShiftDerivatives(BaseDerivatives):
         x_hat = self._x_hat(c)
         return map_vectors(lambda v: self._sum(c, "weight", v * x_hat), v)
 
-    @fast.body("All that shares a γ is summed at once.", "param_vjp")
-    def weight_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
-        """Multiply with x̂, and sum over the samples and what shares a γ."""
-        x_hat = self._x_hat(c)
-        return map_vectors(lambda v: self._sum(c, "weight", v * x_hat, sum_batch=True), v)
-
     def bias_vjp(self, c: Context, v: Tensor) -> Tensor:
         """Sum over what shares a β."""
         return self._sum(c, "bias", v)
 
-    @fast.body("All that shares a β is summed at once.", "param_vjp")
-    def bias_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
-        """Sum over the samples and what shares a β."""
-        return self._sum(c, "bias", v, sum_batch=True)
-
-
-class NormalizationDerivatives(ScaleAndShiftDerivatives):
-    """Derivatives of ``y = γ x̂ + β``. A subclass says what a group is, and where γ belongs.
-
-    The entries of a group are neighbours in memory: a tensor is ``[R, m]``, R groups in all.
-
-    Attributes:
-        subtracts_mean: Whether there is a μ.
-    """
-
-    subtracts_mean: ClassVar[bool] = True
-    hessian_is_zero = never  # the scale that a group is divided by depends on its entries
-    group_size: Callable[[Context], int]  # m, the number of entries of a group
-
-    def epsilon(self, c: Context) -> float:
-        """Return ε, which is added to the variance."""
-        return c.module.eps
-
     # ------------------------------------------------------------------ the pieces: x̂, s, P, γ
+
+    def _mean(self, c: Context, mat: Tensor) -> Tensor:
+        """Average over the entries of each group: ``[..., m] -> [..., 1]``."""
+        return mat.mean(-1, keepdim=True)
 
     def _groups(self, c: Context, mat: Tensor) -> Tensor:
         """Tell the groups apart: ``[V, N, *in] -> [V, R, m]``."""
@@ -110,14 +100,14 @@ class NormalizationDerivatives(ScaleAndShiftDerivatives):
     def _normalized(self, c: Context) -> tuple[Tensor, Tensor]:
         """Return x̂ and s: ``[R, m]``, ``[R, 1]``."""
         (x,) = self._groups(c, c.x.unsqueeze(0))
-        centered = x - _mean(x) if self.subtracts_mean else x
-        s = (_mean(centered.square()) + self.epsilon(c)).sqrt()
+        centered = x - self._mean(c, x) if self.subtracts_mean else x
+        s = (self._mean(c, centered.square()) + self.epsilon(c)).sqrt()
         return centered / s, s
 
     def _project(self, c: Context, x_hat: Tensor, mat: Tensor) -> Tensor:
         """Apply P: ``[V, R, m] -> [V, R, m]``."""
-        centered = mat - _mean(mat) if self.subtracts_mean else mat
-        return torch.addcmul(centered, x_hat, _mean(mat * x_hat), value=-1)
+        centered = mat - self._mean(c, mat) if self.subtracts_mean else mat
+        return torch.addcmul(centered, x_hat, self._mean(c, mat * x_hat), value=-1)
 
     def _slope(self, c: Context, mat: Tensor) -> Tensor:
         """Apply ``∂x̂/∂x = P / s``, which is symmetric: ``[V, N, *in] -> [V, N, *in]``."""
@@ -131,8 +121,6 @@ class NormalizationDerivatives(ScaleAndShiftDerivatives):
         gain = 1 / s if weight is None else self._spread(c, weight.unsqueeze(0)) / s
         return self._groups(c, gain)[0]
 
-    # ------------------------------------------------------------------ Jacobians
-
     def jvp(self, c: Context, t: Tensor) -> Tensor:
         """Apply ``diag(γ/s) P``."""
         x_hat, s = self._normalized(c)
@@ -145,8 +133,6 @@ class NormalizationDerivatives(ScaleAndShiftDerivatives):
         gain, each = self._gain(c, s), self._groups(c, v)
         return map_vectors(lambda v: self._project(c, x_hat, gain * v), each).reshape(v.shape)
 
-    # ------------------------------------------------------------------ second derivative
-
     @fast.body("The second derivative is a formula.", *FIRST_DERIVATIVES)
     def hvp(self, c: Context, t: Tensor) -> Tensor:
         """Return the change of ``Jᵀ g`` along t."""
@@ -157,11 +143,11 @@ class NormalizationDerivatives(ScaleAndShiftDerivatives):
         x_hat, s = self._normalized(c)
         (g,) = self._groups(c, _gradient(c).unsqueeze(0))
         g = self._gain(c, s) * g
-        along, projected = _mean(g * x_hat), self._project(c, x_hat, g)
+        along, projected = self._mean(c, g * x_hat), self._project(c, x_hat, g)
 
         def change(t: Tensor) -> Tensor:
-            d_s, d_x_hat = _mean(x_hat * t), self._project(c, x_hat, t) / s
-            return -d_s / s * projected - d_x_hat * along - x_hat * _mean(g * d_x_hat)
+            d_s, d_x_hat = self._mean(c, x_hat * t), self._project(c, x_hat, t) / s
+            return -d_s / s * projected - d_x_hat * along - x_hat * self._mean(c, g * d_x_hat)
 
         return map_vectors(change, self._groups(c, t)).reshape(t.shape)
 
@@ -184,11 +170,6 @@ def _gradient(c: Context) -> Tensor:
     """Return g of the selected rows: ``[N, *out]``."""
     g: Any = c.grad_out[0]
     return c.select(g)
-
-
-def _mean(mat: Tensor) -> Tensor:
-    """Average over the entries of each group: ``[..., m] -> [..., 1]``."""
-    return mat.mean(-1, keepdim=True)
 
 
 @register(nn.LayerNorm)
@@ -259,7 +240,7 @@ class TransformersRMSNormDerivatives(RMSNormDerivatives):
     def _normalized(self, c: Context) -> tuple[Tensor, Tensor]:
         (x,) = self._groups(c, c.x.unsqueeze(0))
         wide = at_least_single(x)
-        s = (_mean(wide.square()) + self.epsilon(c)).sqrt()
+        s = (self._mean(c, wide.square()) + self.epsilon(c)).sqrt()
         return (wide / s).to(x.dtype), s.to(x.dtype)
 
 
@@ -287,7 +268,7 @@ class InstanceNormNdDerivatives(GroupNormDerivatives):
 
     def min_dims(self, module: nn.Module) -> int:
         """Return the number of spatial axes, and batch and channels."""
-        return next(dims for cls, dims in INSTANCE_DIMS.items() if isinstance(module, cls))
+        return spatial_axes(module) + 2
 
     def group_size(self, c: Context) -> int:
         """Return the number of positions."""
@@ -317,7 +298,3 @@ class InstanceNormNdDerivatives(GroupNormDerivatives):
 
     def _second(self, c: Context, t: Tensor) -> Tensor:
         return super()._second(c, t) if self.is_curved(c.call) else torch.zeros_like(t)
-
-
-# axes of a batch
-INSTANCE_DIMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Size, Tensor, nn
@@ -16,6 +16,9 @@ from backpack.core.features import hooks_of_saved_tensors
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 
+# Their windows are drawn in the forward pass, or given: they may choose others when they run again.
+RANDOM = nn.FractionalMaxPool2d, nn.FractionalMaxPool3d
+
 
 def _shape(c: Context, tensor: Tensor) -> Size:
     """Return the sizes of the axes that are pooled."""
@@ -25,6 +28,7 @@ def _shape(c: Context, tensor: Tensor) -> Size:
 @register(
     *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
     *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+    *RANDOM,
 )
 class SelectionDerivatives(ChannelwiseDerivatives):
     """``y[t] = x[index(t)]``: the Jacobian gathers, its transpose scatters and adds.
@@ -34,8 +38,6 @@ class SelectionDerivatives(ChannelwiseDerivatives):
 
     hessian_is_zero = always
     autograd_stores = always  # where the maxima are
-    #: Whether the module chooses the same entries when it runs again.
-    is_repeatable: ClassVar[bool] = True
 
     def indices(self, c: Context) -> Tensor:
         """Return which spatial entry of its channel each output is: ``[N, C, *out]``."""
@@ -51,7 +53,7 @@ class SelectionDerivatives(ChannelwiseDerivatives):
         Where hooks decide what autograd keeps (checkpoints, tensors saved elsewhere), to look at
         them is to call those hooks: a checkpoint would run the forward pass a second time.
         """
-        if self.is_repeatable and hooks_of_saved_tensors(True) is not None:
+        if not isinstance(module, RANDOM) and hooks_of_saved_tensors(True) is not None:
             return {}
         node: Any = outputs[0].grad_fn
         if "Squeeze" in type(node).__name__:  # one dimension is a special case of two
@@ -95,13 +97,6 @@ class SelectionDerivatives(ChannelwiseDerivatives):
         for i in (index + offsets).flatten(1):
             total.index_add_(0, (i.unsqueeze(1) * dim + i).flatten(), mat.flatten())
         return total.reshape(dim, dim) / len(index)
-
-
-@register(nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
-class RandomSelectionDerivatives(SelectionDerivatives):
-    """The same with windows that are drawn in the forward pass, or given."""
-
-    is_repeatable = False
 
 
 def _of_each(vectors: Tensor, index: Tensor) -> Tensor:
