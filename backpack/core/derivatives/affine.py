@@ -10,7 +10,7 @@ position, x and s may come without the axis T.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from math import inf
 from typing import Any
 
@@ -70,16 +70,12 @@ def reduced(
 ) -> dict[str, Tensor]:
     """Reduce the individual products, see :mod:`backpack.core.derivatives.reductions`.
 
-    Args:
-        s: ``[V, N, T, O]``.
-        x: ``[N, T, I]``, or None.
-        wanted: Names of what is wanted.
-        weights: Weights of squares, ``[V, N]``.
-        shared: What was computed of s for another parameter, to which more is added.
+    ``s`` is ``[V, N, T, O]``; squares have weights ``[V, N]``. What is computed of ``s`` alone is
+    added to ``shared``, for other parameters.
     """
     if s.dim() == 3:
         return of_rows(s, x, wanted, weights, shared)
-    num_v, num_n, num_t, num_o = s.shape
+    num_t, num_o = s.shape[2:]
     if num_t == 1:
         row = None if x is None else x.squeeze(1)
         return of_rows(s.squeeze(2), row, wanted, weights, shared)
@@ -88,18 +84,33 @@ def reduced(
         known["sums"] = known["sums"].clone() if "sums" in known else s.sum(2)
         return reductions.of_products(known["sums"], wanted, weights)
     s = reductions.fewer_columns(s.mT, wanted, weights).mT
-    num_v, num_i = len(s), x.shape[2]
     values = {}
-    if wanted <= {"gradient", "square_norm"} and gram_is_cheaper(num_v, num_o, num_t, num_i):
+    sizes = len(s), num_o, num_t, x.shape[2]
+    if wanted <= {"gradient", "square_norm"} and gram_is_cheaper(*sizes):
         if "gradient" in wanted:
             values["gradient"] = reductions.over_columns(vjp_sum(s, x))
         if "square_norm" in wanted:
             values["square_norm"] = square_norm(s, x, shared)
         return values
 
+    return _in_slices(s, x, wanted, weights)
+
+
+def _in_slices(
+    s: Tensor,
+    x: Tensor,
+    wanted: Set[str],
+    weights: Tensor | None = None,
+    turn: Callable[[Tensor], Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Multiply, turn the products, and reduce them: slices of samples after each other."""
+    num_v, num_n, num_o, num_i = *s.shape[:2], s.shape[-1], x.shape[-1]
+
     def product(samples: slice) -> reductions.Multiply:
         part = x[samples]
-        return lambda v, out: reductions.stacked_product(s[v, samples].mT, part, out)
+        if turn is None:
+            return lambda v, out: reductions.stacked_product(s[v, samples].mT, part, out)
+        return lambda v, out: turn(s[v, samples].mT @ part)
 
     shape = (num_v, num_n, num_o, num_i)
     return reductions.in_slices(product, shape, num_v * num_o * num_i, s, wanted, weights)
@@ -112,10 +123,7 @@ def of_rows(
     weights: Tensor | None,
     shared: dict[str, Any] | None,
 ) -> dict[str, Tensor]:
-    """Reduce products ``s xᵀ`` of one position: their squares are ``s² x²ᵀ``.
-
-    Arguments are those of :func:`reduced`, without the axis T.
-    """
+    """Do so without the axis T: squares of ``s xᵀ`` are ``s² x²ᵀ``."""
     known = {} if shared is None else shared
     values = {}
     if "individual" in wanted:
@@ -185,15 +193,7 @@ def square_norm(s: Tensor, x: Tensor, shared: dict[str, Any] | None = None) -> T
     rows = lost_rows(norms, sizes, norms.dtype)
     if not len(rows):
         return norms if torch.is_grad_enabled() else norms.clamp_(min=0)
-    s, x = s[:, rows], x[rows]
-
-    def product(samples: slice) -> reductions.Multiply:
-        part = x[samples]
-        return lambda v, out: reductions.stacked_product(s[v, samples].mT, part, out)
-
-    shape = (len(s), len(x), s.shape[-1], x.shape[-1])
-    entries = len(s) * s.shape[-1] * x.shape[-1]
-    exact = reductions.in_slices(product, shape, entries, s, {"square_norm"}, None)
+    exact = _in_slices(s[:, rows], x[rows], {"square_norm"})
     return norms.index_copy(0, rows, exact["square_norm"])
 
 
@@ -221,18 +221,11 @@ def square_in_bases(
         rows = s if s.dim() == 3 else _over_positions(s)
         return reductions.of_products(rows @ left, {"square"}, weights)["square"]
     (right,) = others
-    num_v, num_n, num_o, num_i = *s.shape[:2], s.shape[-1], x.shape[-1]
+    num_v, num_o, num_i = len(s), s.shape[-1], x.shape[-1]
     of_products = num_v * num_o * num_i * (num_o + num_i)
     if s.dim() == 3 or s.shape[2] * (num_v * num_o**2 + num_i**2) <= of_products:
         return reduced(s @ left, x @ right, {"square"}, weights)["square"]
-
-    def product(samples: slice) -> reductions.Multiply:
-        part = x[samples]
-        return lambda v, out: left.mT @ (s[v, samples].mT @ part) @ right
-
-    shape = (num_v, num_n, num_o, num_i)
-    entries = num_v * num_o * num_i
-    return reductions.in_slices(product, shape, entries, s, {"square"}, weights)["square"]
+    return _in_slices(s, x, {"square"}, weights, lambda p: left.mT @ p @ right)["square"]
 
 
 def _over_positions(s: Tensor) -> Tensor:

@@ -189,19 +189,10 @@ def in_slices(
     wanted: Set[str],
     weights: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Compute products and reduce them, slice by slice.
+    """Compute products ``[V, N, *p]`` and reduce them, slice by slice, to what is wanted.
 
-    Args:
-        product: Computes them for a slice of samples, and of columns.
-        shape: ``[V, N, *p]``, of all products.
-        entries: How many a sample takes; infinite for one sample at a time. Columns are split where
-            one sample is too large already.
-        like: Tensor of their precision and device.
-        wanted: Names of what is wanted.
-        weights: Weights of squares, ``[V, N]``. Default: 1.
-
-    Returns:
-        What is wanted, by name.
+    A sample takes so many entries (infinitely many for one sample at a time); columns are split
+    where one sample is too large already. Precision and device are those of ``like``.
     """
     num_v, num_n, *p = shape
     size = slice_size(entries, like.device)
@@ -263,14 +254,3 @@ def _accumulate(sums: Mapping[str, Tensor], block: Tensor, weights: Tensor | Non
                 sums["gradient"].add_(row)
             if "square" in sums and factor:
                 sums["square"].addcmul_(row, row, value=factor)
-
-
-def put_together(
-    parts: Sequence[Mapping[str, Tensor]], assemble: Callable[[list[Tensor]], Tensor]
-) -> dict[str, Tensor]:
-    """Put reductions of the parts of a parameter together: norms add up, all else is assembled."""
-    values = {name: [part[name] for part in parts] for name in parts[0]}
-    return {
-        name: sum(each[1:], start=each[0]) if name == "square_norm" else assemble(each)
-        for name, each in values.items()
-    }
