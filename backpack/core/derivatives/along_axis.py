@@ -58,12 +58,10 @@ class SoftmaxDerivatives(AlongAxisDerivatives):
         return torch.addcmul(weighted, y, total, value=-1)
 
     def jvp(self, c: Context, t: Any) -> Tensor:
-        """Apply J."""
         y = self._y(c)
         return map_vectors(lambda t: self._slope(c, y, self.factor * t), t)
 
     def vjp(self, c: Context, v: Any) -> Tensor:
-        """Apply J."""
         return self.jvp(c, v)
 
     @fast.body("The second derivative is a formula.", *FIRST_DERIVATIVES)
@@ -100,12 +98,10 @@ class LogSoftmaxDerivatives(AlongAxisDerivatives):
     needs_output = True
 
     def jvp(self, c: Context, t: Any) -> Tensor:
-        """Return ``t - 1 (s·t)``."""
         s = self._y(c).exp()
         return t - (s * t).sum(self.axis(c), keepdim=True)
 
     def vjp(self, c: Context, v: Any) -> Tensor:
-        """Return ``v - s (1·v)``."""
         s = self._y(c).exp()
         return v - s * v.sum(self.axis(c), keepdim=True)
 
@@ -132,13 +128,11 @@ class GLUDerivatives(AlongAxisDerivatives):
         return a, s, s * (-b).sigmoid()
 
     def jvp(self, c: Context, t: Any) -> Tensor:
-        """Return ``σ t_a + a σ' t_b``."""
         a, s, ds = self._pieces(c)
         t_a, t_b = self._halves(c, t)
         return s * t_a + a * ds * t_b
 
     def vjp(self, c: Context, v: Any) -> Tensor:
-        """Return ``(σ v, a σ' v)``."""
         a, s, ds = self._pieces(c)
         return torch.cat([s * v, a * ds * v], self.axis(c))
 

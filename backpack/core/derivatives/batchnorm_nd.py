@@ -43,25 +43,20 @@ class BatchNormNdDerivatives(NormalizationDerivatives):
         return module.training or module.running_mean is None
 
     def repeats_output(self, call: Call) -> bool:
-        """Return whether the statistics are constants."""
         return not call.couples_samples
 
     def hessian_is_zero(self, module: Module) -> bool:
-        """Return whether the statistics are constants."""
         return not self.couples_samples(module)
 
     def is_curved(self, call: Call) -> bool:
-        """Return whether the statistics are those of the batch."""
         return call.couples_samples
 
     def jacobian_is_constant(self, c: Context) -> bool:
-        """Return whether the statistics are constants."""
         return not c.call.couples_samples
 
     # ------------------------------------------------------------------ the pieces: x̂, s, γ
 
     def inner_axes(self, c: Context) -> int:
-        """Return the number of spatial axes."""
         return c.input.dim() - 2
 
     def _per_channel(self, c: Context, values: Tensor) -> Tensor:
@@ -111,7 +106,6 @@ class BatchNormNdDerivatives(NormalizationDerivatives):
         return 1 / s if weight is None else self._per_channel(c, weight) / s
 
     def jvp(self, c: Context, t: Tensor) -> Tensor:
-        """Apply J."""
         if not c.call.couples_samples:
             return t * self._gain(c, self._running_s(c))
         self._need_whole_batch(c)
@@ -138,7 +132,6 @@ class BatchNormNdDerivatives(NormalizationDerivatives):
             )
 
     def hvp(self, c: Context, t: Tensor) -> Tensor:
-        """Return the change of ``Jᵀ g`` along t."""
         if not c.call.couples_samples:
             return torch.zeros_like(t)
         self._need_whole_batch(c)

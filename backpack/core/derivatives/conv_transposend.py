@@ -55,7 +55,6 @@ class ConvTransposeNDDerivatives(ConvolutionDerivatives):
         return moves.stride, moves.before, moves.dilation, True, added
 
     def vjp(self, c: Context, v: Tensor) -> Tensor:
-        """Apply the transpose."""
         shape = c.input.shape[1:]
         return map_rows(lambda s: self._pull(c, s, shape), v)
 

@@ -170,7 +170,6 @@ class ConvolutionDerivatives(BaseDerivatives):
         return product
 
     def jvp(self, c: Context, t: Tensor) -> Tensor:
-        """Convolve."""
         weight, groups = c.params["weight"], c.module.groups
         return map_rows(lambda x: self._convolve(c, x, weight, groups), t)
 
@@ -195,7 +194,6 @@ class ConvolutionDerivatives(BaseDerivatives):
     def reduced(
         self, c: Context, name: str, v: Any, wanted: Set[str], weights: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Reduce the individual products, see the base class."""
         if name == "bias":
             return reductions.of_products(self.bias_vjp(c, v), wanted, weights)
         return super().reduced(c, name, v, wanted, weights)
@@ -265,7 +263,6 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         return super()._convolve(c, x, weight, groups)
 
     def vjp(self, c: Context, v: Tensor) -> Tensor:
-        """Apply the transpose."""
         moves, shape = self._geometry(c), c.input.shape[1:]
         padded = self._pad(moves, v.new_zeros(1).expand(1, *shape)).shape[1:]
 
@@ -307,7 +304,6 @@ class ConvNDDerivatives(ConvolutionDerivatives):
     def reduced(
         self, c: Context, name: str, v: Any, wanted: Set[str], weights: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Reduce the individual products, see the base class."""
         if name != "weight":
             return super().reduced(c, name, v, wanted, weights)
         return self._reduced_weight(c, v, wanted, weights)
@@ -367,7 +363,6 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         weights: Tensor | None = None,
         joint: bool = False,
     ) -> Tensor:
-        """Sum the squares in a basis, see the base class."""
         moves, x = self._geometry(c), c.x
         if name != "weight" or moves.groups > 1 or len(bases) < 2:
             return super().square_in_bases(c, name, v, bases, weights, joint)

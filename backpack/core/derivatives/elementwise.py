@@ -51,11 +51,9 @@ class ElementwiseDerivatives(BaseDerivatives):
         return found
 
     def jvp(self, c: Context, t: Tensor) -> Tensor:
-        """Return ``f' t``."""
         return t * self._slope(c)
 
     def vjp(self, c: Context, v: Tensor) -> Tensor:
-        """Return ``f' v``."""
         return v * self._slope(c)
 
     @fast.body("Diagonal Jacobians average to one matrix of factors.", "vjp")
@@ -65,7 +63,6 @@ class ElementwiseDerivatives(BaseDerivatives):
         return gram(df, len(df)).mul_(mat)
 
     def hessian_diag(self, c: Context) -> Tensor:
-        """Return ``g f''``."""
         if not self.is_curved(c.call):
             return super().hessian_diag(c)
         g: Any = c.grad_out[0]
@@ -86,7 +83,6 @@ class ReLUDerivatives(PiecewiseLinearDerivatives):
     reads_input = False
 
     def df(self, c: Context) -> Tensor:
-        """First derivative ``[y > 0]``."""
         y = c.y
         return (y > 0).to(y.dtype)
 
@@ -96,7 +92,6 @@ class LeakyReLUDerivatives(PiecewiseLinearDerivatives):
     """``f'(x) = 1 if x > 0 else a``."""
 
     def df(self, c: Context) -> Tensor:
-        """First derivative, 1 or the negative slope."""
         x = c.x
         return torch.where(x > 0, x.new_ones(()), x.new_tensor(c.module.negative_slope))
 
@@ -134,7 +129,6 @@ class PReLUDerivatives(PiecewiseLinearDerivatives):
         return super().layouts(call)
 
     def df(self, c: Context) -> Tensor:
-        """First derivative, 1 or the slope."""
         return torch.where(c.x > 0, 1, self._spread(c, c.params["weight"]))
 
     def _spread(self, c: Context, t: Tensor) -> Tensor:
@@ -163,12 +157,10 @@ class SigmoidDerivatives(ElementwiseDerivatives):
     reads_input = False
 
     def df(self, c: Context) -> Tensor:
-        """First derivative ``y (1 - y)``."""
         y = c.y
         return y * (1 - y)
 
     def d2f(self, c: Context) -> Tensor:
-        """Second derivative ``y (1 - y) (1 - 2 y)``."""
         y = c.y
         return y * (1 - y) * (1 - 2 * y)
 
@@ -182,11 +174,9 @@ class TanhDerivatives(ElementwiseDerivatives):
     reads_input = False
 
     def df(self, c: Context) -> Tensor:
-        """First derivative ``1 - y²``."""
         return 1 - c.y.square()
 
     def d2f(self, c: Context) -> Tensor:
-        """Second derivative ``-2 y (1 - y²)``."""
         y = c.y
         return -2 * y * (1 - y.square())
 
@@ -196,11 +186,9 @@ class LogSigmoidDerivatives(ElementwiseDerivatives):
     """``y = log σ(x)``: ``f' = σ(-x)``, ``f'' = -σ(x) σ(-x)``."""
 
     def df(self, c: Context) -> Tensor:
-        """First derivative ``σ(-x)``."""
         return torch.sigmoid(-c.x)
 
     def d2f(self, c: Context) -> Tensor:
-        """Second derivative ``-σ(x) σ(-x)``."""
         x = c.x
         return -torch.sigmoid(x) * torch.sigmoid(-x)
 
@@ -214,14 +202,12 @@ class ExponentialUnitDerivatives(ElementwiseDerivatives):
     coefficients: Callable[[Any], tuple[float, float, float]]
 
     def df(self, c: Context) -> Tensor:
-        """First derivative: λ, or ``λ α β exp(β x)``."""
         x, (scale, alpha, beta) = c.x, self.coefficients(c.module)
         # min(x, 0): exp of a large positive x would be inf, and inf * 0 is nan in a double backward
         slope = alpha * beta * (beta * x.clamp(max=0)).exp()
         return scale * torch.where(x > 0, 1.0, slope).to(x.dtype)
 
     def d2f(self, c: Context) -> Tensor:
-        """Second derivative: 0, or ``λ α β² exp(β x)``."""
         x, (scale, alpha, beta) = c.x, self.coefficients(c.module)
         slope = alpha * beta**2 * (beta * x.clamp(max=0)).exp()
         return scale * torch.where(x >= 0, 0.0, slope).to(x.dtype)
@@ -377,12 +363,10 @@ class SmoothDerivatives(ElementwiseDerivatives):
     """An activation of the table ``SMOOTH``, or one that computes the same."""
 
     def df(self, c: Context) -> Tensor:
-        """First derivative."""
         module = _of_torch(c.module)
         return _of(SMOOTH, module)[0](module, c.x)
 
     def d2f(self, c: Context) -> Tensor:
-        """Second derivative."""
         module = _of_torch(c.module)
         return _of(SMOOTH, module)[1](module, c.x)
 
@@ -392,5 +376,4 @@ class StraightDerivatives(PiecewiseLinearDerivatives):
     """An activation of the table ``STRAIGHT``."""
 
     def df(self, c: Context) -> Tensor:
-        """First derivative."""
         return _of(STRAIGHT, c.module)(c.module, c.x).to(c.input.dtype)

@@ -46,11 +46,9 @@ class LinearDerivatives(BaseDerivatives):
     squares_with_input = True
 
     def jvp(self, c: Context, t: Tensor) -> Tensor:
-        """Return ``W t``."""
         return t @ c.params["weight"].T
 
     def vjp(self, c: Context, v: Tensor) -> Tensor:
-        """Return ``Wᵀ v``."""
         return v @ c.params["weight"]
 
     def _get_additional_dims(self, module: Module) -> Size:
@@ -111,11 +109,9 @@ class TransposedLinearDerivatives(LinearDerivatives):
     hessian_is_zero = jacobian_is_constant = repeats_output = always
 
     def jvp(self, c: Context, t: Tensor) -> Tensor:
-        """Return ``Wᵀ t``."""
         return t @ c.params["weight"]
 
     def vjp(self, c: Context, v: Tensor) -> Tensor:
-        """Return ``W v``."""
         return v @ c.params["weight"].T
 
     def weight_jvp(self, c: Context, t: Tensor) -> Tensor:

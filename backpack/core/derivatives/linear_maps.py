@@ -60,7 +60,6 @@ class ChannelwiseDerivatives(BaseDerivatives):
     folds_rows = never  # functions of torch count the axes
 
     def trailing_axes(self, module: nn.Module) -> int:
-        """Return the number of axes in space."""
         return spatial_axes(module)
 
 
@@ -78,12 +77,9 @@ class LinearMapDerivatives(BaseDerivatives):
             return c.evaluated.forward(x)
 
     def jvp(self, c: Context, t: Tensor) -> Tensor:
-        """Apply the map."""
         return map_rows(lambda x: self.linear_map(c, x), t)
 
     def vjp(self, c: Context, v: Tensor) -> Tensor:
-        """Apply its transpose."""
-
         def pull(s: Tensor) -> Tensor:
             shape = (len(s), *c.input.shape[1:])
             return apply_transposed(lambda x: self.linear_map(c, x), shape, s)
@@ -222,7 +218,6 @@ class UpsampleDerivatives(LinearMapDerivatives):
 
     @fast.body("A kernel of torch is the transpose.", "linear_map")
     def vjp(self, c: Context, v: Tensor) -> Tensor:
-        """Apply the transpose."""
         module, dims = c.module, c.input.dim() - 2
         transposed = TRANSPOSED.get((module.mode, dims))
         if transposed is None:

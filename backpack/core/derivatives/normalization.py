@@ -33,13 +33,10 @@ class NormalizationDerivatives(BaseDerivatives):
     """Derivatives of ``y = γ x̂ + β``. A subclass says what a group is, and where γ belongs.
 
     The entries of a group are neighbours in memory: a tensor is ``[R, m]``, R groups in all.
-
-    Attributes:
-        subtracts_mean: Whether there is a μ.
     """
 
     params: ClassVar[tuple[str, ...]] = ("weight", "bias")
-    subtracts_mean: ClassVar[bool] = True
+    subtracts_mean: ClassVar[bool] = True  # whether there is a μ
     is_linear_in_params = always
     hessian_is_zero = never  # the scale that a group is divided by depends on its entries
     inner_axes = constant(0)  # the number of axes behind those of γ
@@ -135,7 +132,6 @@ class NormalizationDerivatives(BaseDerivatives):
 
     @fast.body("The second derivative is a formula.", *FIRST_DERIVATIVES)
     def hvp(self, c: Context, t: Tensor) -> Tensor:
-        """Return the change of ``Jᵀ g`` along t."""
         return self._second(c, t)
 
     def _second(self, c: Context, t: Tensor) -> Tensor:
@@ -179,16 +175,13 @@ class LayerNormDerivatives(NormalizationDerivatives):
     batch_axis = BatchAxis.LEADING
 
     def min_dims(self, module: Any) -> int:
-        """Return the number of normalised axes, and that of the batch."""
-        return len(module.normalized_shape) + 1
+        return self.trailing_axes(module) + 1
 
     def trailing_axes(self, module: Any) -> int:
-        """Return the number of normalised axes."""
         return len(module.normalized_shape)
 
     def group_size(self, c: Context) -> int:
-        """Return the number of normalised entries."""
-        return prod(c.module.normalized_shape)
+        return c.input.shape[-self.trailing_axes(c.module) :].numel()
 
 
 @register(nn.RMSNorm)
@@ -213,7 +206,6 @@ class TransformersRMSNormDerivatives(RMSNormDerivatives):
     Here it is rounded to no less than the precision of the input.
     """
 
-    min_dims = constant(2)  # batch and features
     trailing_axes = constant(1)  # features
 
     @staticmethod
@@ -229,12 +221,7 @@ class TransformersRMSNormDerivatives(RMSNormDerivatives):
             return has_one and torch.allclose(module.forward(x), expected, rtol=1e-5)
         return False
 
-    def group_size(self, c: Context) -> int:
-        """Return the number of features."""
-        return c.input.shape[-1]
-
     def epsilon(self, c: Context) -> float:
-        """Return ε."""
         return c.module.variance_epsilon
 
     def _normalized(self, c: Context) -> tuple[Tensor, Tensor]:
@@ -251,11 +238,9 @@ class GroupNormDerivatives(NormalizationDerivatives):
     min_dims = constant(2)  # batch and channels
 
     def inner_axes(self, c: Context) -> int:
-        """Return the number of spatial axes."""
         return c.input.dim() - 2
 
     def group_size(self, c: Context) -> int:
-        """Return the number of a group's entries."""
         return c.input.shape[1:].numel() // c.module.num_groups
 
 
@@ -267,23 +252,18 @@ class InstanceNormNdDerivatives(GroupNormDerivatives):
     """
 
     def min_dims(self, module: nn.Module) -> int:
-        """Return the number of spatial axes, and batch and channels."""
         return spatial_axes(module) + 2
 
     def group_size(self, c: Context) -> int:
-        """Return the number of positions."""
         return c.input.shape[2:].numel()
 
     def hessian_is_zero(self, module: Any) -> bool:
-        """Return whether the statistics are constants."""
         return module.track_running_stats and not module.training
 
     def is_curved(self, call: Call) -> bool:
-        """Return whether the statistics are those of the sample."""
         return call.training or not call.module.track_running_stats
 
     def jacobian_is_constant(self, c: Context) -> bool:
-        """Return whether the statistics are constants."""
         return not self.is_curved(c.call)
 
     def _normalized(self, c: Context) -> tuple[Tensor, Tensor]:

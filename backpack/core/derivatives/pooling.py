@@ -74,11 +74,9 @@ class SelectionDerivatives(ChannelwiseDerivatives):
         return c.select(saved["indices"])
 
     def jvp(self, c: Context, t: Tensor) -> Tensor:
-        """Gather."""
         return _gathered(t, self._flat_indices(c), _shape(c, c.output))
 
     def vjp(self, c: Context, v: Tensor) -> Tensor:
-        """Scatter and add."""
         index, spatial = _of_each(v, self._flat_indices(c)), _shape(c, c.input)
         num_v, num_n, *channels, _ = index.shape
         # the columns of a sample next to each other: products with a weight need no copy
@@ -118,14 +116,12 @@ class MaxUnpoolNDDerivatives(BaseDerivatives):
     hessian_is_zero = always
 
     def jvp(self, c: Context, t: Any) -> Tensor:
-        """Scatter."""
         t = t if isinstance(t, Tensor) else t[0]
         spatial, index = _shape(c, c.output), _of_each(t, self._flat_indices(c))
         zeros = t.new_zeros(*index.shape[:-1], spatial.numel())
         return zeros.scatter(-1, index, t.reshape(index.shape)).unflatten(-1, spatial)
 
     def vjp(self, c: Context, v: Tensor) -> tuple[Tensor | None, ...]:
-        """Gather."""
         spatial, others = _shape(c, c.input), [None] * (len(c.inputs) - 1)
         return _gathered(v, self._flat_indices(c), spatial), *others
 
