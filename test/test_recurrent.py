@@ -25,14 +25,12 @@ from backpack.core.derivatives import (
     reductions,
 )
 from backpack.core.derivatives.recurrent_cells import (
+    ELMAN_STEPS,
     GRUStep,
     LSTMStep,
     Path,
-    ReLUStep,
     Step,
-    TanhStep,
     Weights,
-    tanh,
 )
 from backpack.core.record.origins import flatten_outputs
 from backpack.custom_module.permute import Permute
@@ -56,7 +54,7 @@ CELLS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "lstm_cell": (nn.LSTMCell, {}),
     "gru_cell": (nn.GRUCell, {}),
 }
-STEPS: list[Step] = [TanhStep(), ReLUStep(), LSTMStep(), GRUStep()]
+STEPS: list[Step] = [*ELMAN_STEPS.values(), LSTMStep(), GRUStep()]
 
 
 class Probe:
@@ -893,22 +891,6 @@ def test_loss_at_every_step(
             loss(model(x), y).backward()
         results.append([t for p in model.parameters() for t in (p.diag_ggn_exact, *p.kflr)])
     torch.testing.assert_close(*results, **TOLERANCE)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_tanh(dtype: torch.dtype) -> None:
-    """To the last digits, for small and for large values, and with a graph."""
-    x = torch.cat([torch.linspace(-50, 50, 10**5), torch.logspace(-30, 2, 10**4)]).to(dtype)
-    x = torch.cat([x, -x, torch.tensor([0, torch.inf, -torch.inf, torch.nan], dtype=dtype)])
-    expected = x.double().tanh().to(dtype)
-    digits = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 0, "equal_nan": True}
-    torch.testing.assert_close(tanh(x), expected, **digits)
-    with torch.no_grad():
-        found = tanh(x)
-    torch.testing.assert_close(found, expected, **digits)
-    assert not (found.abs() > 1).any()
-    x = torch.linspace(-2, 2, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(tanh, x)
 
 
 def test_many_columns_pay_off() -> None:

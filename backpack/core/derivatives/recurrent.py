@@ -21,11 +21,10 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.facts import constant, never
 from backpack.core.derivatives.memoise import is_same, memoise
 from backpack.core.derivatives.recurrent_cells import (
+    ELMAN_STEPS,
     GRUStep,
     LSTMStep,
-    ReLUStep,
     Step,
-    TanhStep,
     Weights,
 )
 from backpack.core.derivatives.recurrent_network import (
@@ -57,7 +56,6 @@ from backpack.core.types import Mats, Pairs
 OWN_LSTM_KERNEL = fast.path(
     "own LSTM kernel", "What runs for an LSTM computes no gradient that nobody asks autograd for."
 )
-ELMAN_STEPS: dict[str, Step] = {"tanh": TanhStep(), "relu": ReLUStep()}
 
 
 class RecurrentDerivatives(BaseDerivatives):
@@ -92,7 +90,6 @@ class RecurrentDerivatives(BaseDerivatives):
         raise KeyError(name)
 
     def param_names(self, module: Module) -> tuple[str, ...]:
-        """Return the names of the parameters of all layers and directions."""
         names = [kind + suffix for suffix in self.suffixes(module) for kind in Weights._fields]
         # not getattr, which would evaluate a parametrisation
         own, kind = {**vars(module), **module._parameters}, type(module)
@@ -248,7 +245,6 @@ class RecurrentDerivatives(BaseDerivatives):
         return received[k]
 
     def vjp(self, c: Context, v: Mats) -> Any:
-        """Apply the transposed Jacobian: a recursion back in time."""
         network, module = self.network(c), c.module
         _, cotangents = self._at_gates(c, v)
         x = pull_to_input(network, cotangents[: network.directions], 0)
@@ -265,7 +261,6 @@ class RecurrentDerivatives(BaseDerivatives):
         )
 
     def jvp(self, c: Context, t: Mats) -> Any:
-        """Apply the Jacobian: a recursion forward in time."""
         x, *others = (
             None if m is None else self.inside(c.module, m, 1, i > 0)
             for i, m in enumerate(listed(t))
@@ -273,7 +268,6 @@ class RecurrentDerivatives(BaseDerivatives):
         return self._pushed(c, x, others, None)
 
     def param_jvp(self, c: Context, name: str, t: Tensor) -> Any:
-        """Apply the Jacobian with respect to a parameter: the same recursion."""
         return self._pushed(c, None, [], Moved(*self._place(c.module, name), t))
 
     def _pushed(
@@ -387,7 +381,6 @@ class SequenceDerivatives(RecurrentDerivatives):
         return [f"_l{layer}{d}" for layer in range(module.num_layers) for d in directions]
 
     def directions(self, module: Any) -> int:
-        """Return the number of directions D."""
         return 2 if module.bidirectional else 1
 
     def batch_axis_in(self, module: Any, i: int) -> int:
@@ -409,11 +402,9 @@ class SequenceDerivatives(RecurrentDerivatives):
         return None if output is None else self.inside(module, output, 1, False), finals
 
     def known_output(self, c: Context) -> Tensor:
-        """Return the output."""
         return self.inside(c.module, c.output, 0, False)
 
     def outputs(self, module: Any, results: Sequence[Tensor], axis: int) -> Any:
-        """Return the values at all steps, and the states."""
         output, *finals = results
         return self.outside(module, output, axis, False), *finals
 
@@ -511,11 +502,9 @@ class CellDerivatives(RecurrentDerivatives):
         return [""]
 
     def inside(self, module: Any, tensor: Tensor, axis: int, is_state: bool) -> Tensor:
-        """Add the axis of the only step or layer."""
         return tensor.unsqueeze(axis)
 
     def outside(self, module: Any, tensor: Tensor, axis: int, is_state: bool) -> Tensor:
-        """Remove it."""
         return tensor.squeeze(axis)
 
     def cotangents(self, module: Any, v: Mats) -> tuple[Tensor | None, list[Tensor | None]]:
@@ -524,7 +513,6 @@ class CellDerivatives(RecurrentDerivatives):
         return None, [None if m is None else self.inside(module, m, 1, True) for m in each]
 
     def outputs(self, module: Any, results: Sequence[Tensor], axis: int) -> Any:
-        """Return the states."""
         _, *states = (self.outside(module, r, axis, True) for r in results)
         return tuple(states) if len(states) > 1 else states[0]
 

@@ -23,21 +23,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from backpack.core.derivatives.reductions import PRECISE
-
 State = tuple[Tensor, ...]
 
 # σ' and tanh' as functions of the value: grad · y (1 - y) and grad · (1 - y²)
 through_sigmoid = torch.ops.aten.sigmoid_backward
 through_tanh = torch.ops.aten.tanh_backward
-
-
-def tanh(x: Tensor) -> Tensor:
-    """Return ``tanh(x) = t / (t + 2)``, ``t = exp(2x) - 1``: half the time of torch's on a CPU."""
-    if torch.is_grad_enabled() or not x.is_cpu or x.dtype not in PRECISE:
-        return x.tanh()
-    t = (2 * x).clamp_(max=40).expm1_()  # beyond, it is 1
-    return t.div_(t + 2)
 
 
 class Weights(NamedTuple):
@@ -56,13 +46,6 @@ class Weights(NamedTuple):
     def q(self, h: Tensor) -> Tensor:
         """Return the hidden-side pre-activation: ``[*, P] -> [*, G·H]``."""
         return linear(h, self.weight_hh, self.bias_hh)
-
-    def p_plus_q(self, x: Tensor, h: Tensor) -> Tensor:
-        """Return the sum of both, for all steps: ``[T, N, I], [T, N, P] -> [T, N, G·H]``."""
-        bias = None if self.bias_ih is None or self.bias_hh is None else self.bias_ih + self.bias_hh
-        rows = linear(x.flatten(0, 1), self.weight_ih, bias)
-        rows.addmm_(h.flatten(0, 1), self.weight_hh.T)
-        return rows.unflatten(0, x.shape[:2])
 
 
 class Path(NamedTuple):
@@ -101,25 +84,17 @@ def shifted(after: Tensor, start: Tensor, reverse: bool) -> Tensor:
 
 
 class Step:
-    """The mathematics of one time step.
+    """The mathematics of one time step."""
 
-    Attributes:
-        num_gates: G.
-        num_states: 1 for h, 2 for h and c.
-        sources: For each gate the state whose cotangent arrives there.
-        adds_sides: Whether it reads the sum of p and q alone: their slopes are the same.
-        advance: Takes the step, from p, q and the state before to that after it (before a
-            projection).
-        slopes: Returns the slopes of all steps, and h_t before a projection, ``[T, N, H]``.
-        tangent: Applies the Jacobian of a step to tangents of p, q and the state.
-    """
-
-    num_gates: ClassVar[int] = 1
-    num_states: ClassVar[int] = 1
-    sources: ClassVar[tuple[int, ...]] = (0,)
-    adds_sides: ClassVar[bool] = True
+    num_gates: ClassVar[int] = 1  # G
+    num_states: ClassVar[int] = 1  # 1 for h, 2 for h and c
+    sources: ClassVar[tuple[int, ...]] = (0,)  # for each gate the state whose cotangent arrives
+    adds_sides: ClassVar[bool] = True  # it reads the sum of p and q alone: their slopes are equal
+    # takes the step, from p, q and the state before to that after it (before a projection)
     advance: Callable[[Tensor, Tensor, State], State]
+    # returns the slopes of all steps, and h_t before a projection, [T, N, H]
     slopes: Callable[[Weights, Path], tuple[Slopes, Tensor]]
+    # applies the Jacobian of a step to tangents of p, q and the state
     tangent: Callable[[Slopes, Tensor, Tensor, State], State]
 
     def gather(self, slopes: Sequence[Tensor], state: State) -> State:
@@ -150,7 +125,13 @@ class ElmanStep(Step):
     ========= =======================
     """
 
-    slope: Callable[[Tensor], Tensor]  # a, a function of h_t
+    def __init__(self, phi: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]):
+        """Store φ, and a as a function of h_t."""
+        self.phi = phi
+        self.slope = slope
+
+    def advance(self, p: Tensor, q: Tensor, state: State) -> State:
+        return (self.phi(p + q),)
 
     def slopes(self, w: Weights, path: Path) -> tuple[Slopes, Tensor]:
         """Return a, and h_t."""
@@ -158,32 +139,13 @@ class ElmanStep(Step):
         return Slopes(a, a, ()), path.after
 
     def tangent(self, slopes: Slopes, p: Tensor, q: Tensor, state: State) -> State:
-        """Apply the Jacobian of a step."""
         return (slopes.p * (p + q),)
 
 
-class TanhStep(ElmanStep):
-    """φ = tanh, ``a = 1 - h_t²``."""
-
-    def advance(self, p: Tensor, q: Tensor, state: State) -> State:
-        """Take the step."""
-        return (torch.tanh(p + q),)
-
-    def slope(self, h: Tensor) -> Tensor:
-        """Return a."""
-        return 1 - h.square()
-
-
-class ReLUStep(ElmanStep):
-    """φ = max(0, ·), ``a = 1 if h_t > 0 else 0``."""
-
-    def advance(self, p: Tensor, q: Tensor, state: State) -> State:
-        """Take the step."""
-        return (torch.relu(p + q),)
-
-    def slope(self, h: Tensor) -> Tensor:
-        """Return a."""
-        return (h > 0).to(h.dtype)
+ELMAN_STEPS: dict[str, Step] = {
+    "tanh": ElmanStep(torch.tanh, lambda h: 1 - h.square()),
+    "relu": ElmanStep(torch.relu, lambda h: (h > 0).to(h.dtype)),
+}
 
 
 class LSTMStep(Step):
@@ -214,39 +176,27 @@ class LSTMStep(Step):
     sources = (1, 1, 1, 0)
 
     def advance(self, p: Tensor, q: Tensor, state: State) -> State:
-        """Take the step."""
         z_i, z_f, z_g, z_o = (p + q).chunk(4, -1)
         c = z_f.sigmoid() * state[1] + z_i.sigmoid() * z_g.tanh()
         return z_o.sigmoid() * c.tanh(), c
 
     def slopes(self, w: Weights, path: Path) -> tuple[Slopes, Tensor]:
         """Return a (four gates), f, b, and h_t."""
-        z = w.p_plus_q(path.x, path.before)
-        z_i, z_f, z_g, z_o = z.chunk(4, -1)
-        i, f, g, o = z_i.sigmoid(), z_f.sigmoid(), tanh(z_g), z_o.sigmoid()
+        z_i, z_f, z_g, z_o = (w.p(path.x) + w.q(path.before)).chunk(4, -1)
+        i, f, g, o = z_i.sigmoid(), z_f.sigmoid(), z_g.tanh(), z_o.sigmoid()
         c = [path.start[1]]
         steps = list(zip((i * g).unbind(), f.unbind(), strict=True))
         for added, kept in in_order(steps, path.reverse):
             c.append(torch.addcmul(added, kept, c[-1]))
         states = torch.stack(in_order(c, path.reverse))
         before, after = in_order((states[:-1], states[1:]), path.reverse)
-        tanh_c = tanh(after)
-        factors = (
-            (through_sigmoid, g, i),
-            (through_sigmoid, before, f),
-            (through_tanh, i, g),
-            (through_sigmoid, tanh_c, o),
-        )
-        if torch.is_grad_enabled():
-            a = torch.cat([through(y, value) for through, y, value in factors], -1)
-        else:  # in the place of the pre-activations, which nobody needs any more
-            a = z
-            for place, (through, y, value) in zip(z.chunk(4, -1), factors, strict=True):
-                through.grad_input(y, value, grad_input=place)
+        tanh_c = after.tanh()
+        a_i, a_f = through_sigmoid(g, i), through_sigmoid(before, f)
+        a_g, a_o = through_tanh(i, g), through_sigmoid(tanh_c, o)
+        a = torch.cat([a_i, a_f, a_g, a_o], -1)
         return Slopes(a, a, (f, through_tanh(o, tanh_c))), o * tanh_c
 
     def tangent(self, slopes: Slopes, p: Tensor, q: Tensor, state: State) -> State:
-        """Apply the Jacobian of a step."""
         a, _, (f, b) = slopes
         d_i, d_f, d_g, d_o = (a * (p + q)).chunk(4, -1)
         c = f * state[1] + d_i + d_f + d_g
@@ -284,7 +234,6 @@ class GRUStep(Step):
     adds_sides = False
 
     def advance(self, p: Tensor, q: Tensor, state: State) -> State:
-        """Take the step."""
         (p_r, p_z, p_n), (q_r, q_z, q_n) = p.chunk(3, -1), q.chunk(3, -1)
         r, z = (p_r + q_r).sigmoid(), (p_z + q_z).sigmoid()
         n = (p_n + r * q_n).tanh()
@@ -295,7 +244,7 @@ class GRUStep(Step):
         p_r, p_z, p_n = w.p(path.x).chunk(3, -1)
         q_r, q_z, q_n = w.q(path.before).chunk(3, -1)
         r, z = (p_r + q_r).sigmoid(), (p_z + q_z).sigmoid()
-        n = tanh(torch.addcmul(p_n, r, q_n))
+        n = torch.addcmul(p_n, r, q_n).tanh()
         a_n = through_tanh(1 - z, n)
         a_r = through_sigmoid(a_n * q_n, r)
         a_z = through_sigmoid(path.before - n, z)
@@ -303,7 +252,6 @@ class GRUStep(Step):
         return Slopes(a, b, (z,)), path.after
 
     def tangent(self, slopes: Slopes, p: Tensor, q: Tensor, state: State) -> State:
-        """Apply the Jacobian of a step."""
         a, b, (z,) = slopes
         d_r, d_z, d_n = (a * p + b * q).chunk(3, -1)
         return (z * state[0] + d_r + d_z + d_n,)

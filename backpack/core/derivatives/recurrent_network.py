@@ -33,7 +33,6 @@ first: input ``[T, N, I]``, output ``[T, N, D·P]``, states h ``[L·D, N, P]`` a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations_with_replacement, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -60,8 +59,6 @@ MANY_COLUMNS = 64
 FACTORED = fast.path(
     "factored recurrences", "Many columns of a recurrent layer travel without the slopes of gates."
 )
-# Steps are multiplied in this many blocks: those that few columns reach cost less.
-GRAM_BLOCKS = 3
 
 
 class Network(NamedTuple):
@@ -138,7 +135,7 @@ class FactoredCotangents(NamedTuple):
     slopes: Slopes
     sources: tuple[int, ...]  # for each gate its state
     start: State  # at the initial states, [V, N, P] and [V, N, H]
-    latest: list[tuple[Tensor | None, Tensor]]  # the weights and products of the last squares
+    latest: list[tuple[Tensor | None, list[Tensor]]]  # weights and products of the last squares
 
     @property
     def p(self) -> Tensor:
@@ -189,26 +186,14 @@ class FactoredCotangents(NamedTuple):
             else:
                 yield of_gates.flatten(1) @ (x[n].unsqueeze(1) * x[n]).flatten(0, 1)
 
-    def _grams(self, weights: Tensor | None) -> Tensor:
-        """Return ``sum_v w_v u_vt u_vr`` of each state: ``[N, S, H, T, T]``."""
-        if self.latest and self.latest[0][0] is weights:
-            return self.latest[0][1]
-        self.latest.clear()
-        num_n, num_s, num_h, num_t, num_v = self.states.shape
-        u = self.states.view(num_n, num_s * num_h, num_t, num_v)
-        grams = u.new_empty(num_n, num_s * num_h, num_t, num_t)
-        length = -(-num_t // GRAM_BLOCKS)
-        blocks = [slice(i, min(i + length, num_t)) for i in range(0, num_t, length)]
-        hulls = [hull(self.spans[block]) for block in blocks]
-        for i, j in combinations_with_replacement(range(len(blocks)), 2):
-            both = slice(max(hulls[i].start, hulls[j].start), min(hulls[i].stop, hulls[j].stop))
-            one, other = u[:, :, blocks[i], both], u[:, :, blocks[j], both]
-            if weights is not None:
-                one = one * weights[both].T[:, None, None]
-            gram = one @ other.mT
-            grams[:, :, blocks[i], blocks[j]] = gram
-            grams[:, :, blocks[j], blocks[i]] = gram.mT
-        self.latest.append((weights, grams.unflatten(1, (num_s, num_h))))
+    def _grams(self, weights: Tensor | None) -> list[Tensor]:
+        """Return ``sum_v w_v u_vt u_vr`` of each sample's states: ``[S, H, T, T]``."""
+        if not (self.latest and self.latest[0][0] is weights):
+            self.latest.clear()  # its memory is free before the new products take some
+            of_samples = [None] * len(self.states) if weights is None else weights.T
+            pairs = zip(self.states, of_samples, strict=True)
+            grams = [(u if w is None else u * w) @ u.mT for u, w in pairs]
+            self.latest.append((weights, grams))
         return self.latest[0][1]
 
 
@@ -232,63 +217,40 @@ def transition(weight: Tensor, slopes: Tensor, sources: Sequence[int]) -> Tensor
     return torch.cat(each, 2)
 
 
-def hull(spans: Sequence[slice]) -> slice:
-    """Return the smallest slice that holds all of some slices."""
-    return slice(min(s.start for s in spans), max(s.stop for s in spans))
-
-
 def reached(mat: Tensor, span: slice) -> slice:
     """Extend a span of columns so that ``[N, P, V]`` is zero in all others."""
     for first, part in (0, mat[..., : span.start]), (span.stop, mat[..., span.stop :]):
         if part.numel() and part.any():
             columns = (first + part.flatten(0, 1).any(0).nonzero()).flatten()
             own = slice(int(columns[0]), int(columns[-1]) + 1)
-            span = own if span.start == span.stop else hull([span, own])
+            is_new = span.start == span.stop
+            span = own if is_new else slice(min(span.start, own.start), max(span.stop, own.stop))
     return span
 
 
 class AtGates:
     """Collects what arrives at the pre-activations of each step, ``[V, N, G·H]``, in any order.
 
-    That is the slope of each gate times what arrived at its state. Without autograd the products
-    are computed in their place. Each step has its memory in one piece.
+    Without autograd, it is written to its place in what all steps have.
     """
 
-    def __init__(self, slopes: Tensor, sources: Sequence[int], like: Tensor):
+    def __init__(self, slopes: Tensor, like: Tensor):
         """Collect nothing yet; ``like`` is for V, precision and device."""
-        self._slopes = slopes
-        self._sources = sources
-        self._parts: list[Tensor | None] = [None] * len(slopes)
+        self._slopes = slopes.unbind()
+        self._parts: list[Any] = [None] * len(slopes)
         self._whole: Tensor | None = None
-        if torch.is_grad_enabled():
-            return
-        num_t, *rest = slopes.shape
-        self._whole = like.new_empty(num_t, len(like), *rest)
-        self._steps = self._whole.unbind()
-        # gates of one state that are next to each other take one product
-        runs = [(source, len(list(gates))) for source, gates in groupby(sources)]
-        sizes = [size for _, size in runs]
-        each = (by_gate(t, len(sources)).split(sizes, -2) for t in (slopes, self._whole))
-        self._runs = [
-            (source, a.unbind(), place.unbind())
-            for (source, _), a, place in zip(runs, *each, strict=True)
-        ]
+        if not torch.is_grad_enabled():
+            self._whole = like.new_empty(len(slopes), len(like), *slopes.shape[1:])
+            self._parts = list(self._whole.unbind())
 
-    def put(self, t: int, state: State) -> Tensor:
-        """Let what arrived at the states of step t go on to its gates, and return that."""
-        if self._whole is None:
-            cotangents = torch.cat([state[k] for k in self._sources], -1)
-            part = self._parts[t] = cotangents * self._slopes[t]
-            return part
-        for source, a, place in self._runs:
-            torch.mul(state[source].unsqueeze(-2), a[t], out=place[t])
-        return self._steps[t]
+    def put(self, t: int, arrived: Tensor) -> Tensor:
+        """Multiply what arrived at the states of the gates of step t with the slopes."""
+        self._parts[t] = torch.mul(arrived, self._slopes[t], out=self._parts[t])
+        return self._parts[t]
 
     def stacked(self) -> Tensor:
         """Return ``[V, T, N, G·H]``."""
-        whole = self._whole
-        if whole is None:
-            whole = torch.stack([part for part in self._parts if part is not None])
+        whole = torch.stack(self._parts) if self._whole is None else self._whole
         return whole.transpose(0, 1)
 
 
@@ -380,22 +342,13 @@ def pull_direction(
     return pull(network.step, network.weights[k], slopes, output, state, reverse)
 
 
-def plus_product(added: Tensor | None, mat: Tensor, weight: Tensor) -> Tensor:
-    """Return a product plus what is there: ``[V, N, O], [O, I] -> [V, N, I]``."""
-    if added is None:
-        return mat @ weight
-    if mat.shape[0] == 1:  # in one operation
-        return torch.baddbmm(added, mat, weight.unsqueeze(0))
-    return added + mat @ weight
-
-
 def _pull_each(
     step: Step, w: Weights, slopes: Slopes, output: Tensor | None, state: State, reverse: bool
 ) -> GateCotangents:
     num_t = len(slopes.p)
     outputs = [None] * num_t if output is None else output.unbind(1)
-    ps = AtGates(slopes.p, step.sources, state[0])
-    qs = ps if slopes.q is slopes.p else AtGates(slopes.q, step.sources, state[0])
+    ps = AtGates(slopes.p, state[0])
+    qs = ps if slopes.q is slopes.p else AtGates(slopes.q, state[0])
     between = list(zip(*(s.unbind() for s in slopes.states), strict=True)) or [()] * num_t
     projected: list[Tensor] = []
     steps = in_order(range(num_t), not reverse)
@@ -408,12 +361,13 @@ def _pull_each(
             projected.append(h)
             h = h @ w.weight_hr
         state = step.gather(between[t], (h, *others))
-        q = ps.put(t, state)
+        arrived = torch.cat([state[k] for k in step.sources], -1)
+        q = ps.put(t, arrived)
         if qs is not ps:
-            q = qs.put(t, state)
+            q = qs.put(t, arrived)
         direct, rest = step.hand_on(between[t], state)
-        h = plus_product(y, q, w.weight_hh)
-        state = (h if direct is None else h + direct, *rest)
+        h = q @ w.weight_hh
+        state = (sum((m for m in (y, direct) if m is not None), start=h), *rest)
     p = ps.stacked()
     return GateCotangents(
         p,
