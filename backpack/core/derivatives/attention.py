@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from math import inf, sqrt
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Size, Tensor
 from torch.nn import Module
+from torch.utils._pytree import tree_map_only
 
 from backpack.core import fast
 from backpack.core.derivatives.automatic import AutomaticDerivatives
@@ -34,6 +35,14 @@ from backpack.custom_module.attention import ScaledDotProductAttention
 from backpack.utils.subsampling import subsample
 
 Method = Callable[..., Any]
+Whole = TypeVar("Whole")
+
+
+def of_samples(whole: Whole, axis: int, rows: Rows) -> Whole:
+    """Select samples along an axis of all tensors of an evaluation."""
+    if rows is None:
+        return whole
+    return tree_map_only(Tensor, lambda x: subsample(x, axis, rows), whole)
 
 
 class Attention(NamedTuple):
@@ -45,12 +54,6 @@ class Attention(NamedTuple):
     weights: Tensor  # the attention weights A, [*, L, S]
     scale: float  # factor of the scores
     factors: Tensor | None = None  # what dropout multiplies the weights with, [*, L, S]
-
-    def of_samples(self, axis: int, rows: Rows) -> Attention:
-        """Select samples along one of the leading axes."""
-        q, k, v, weights = (subsample(x, axis, rows) for x in self[:4])
-        factors = None if self.factors is None else subsample(self.factors, axis, rows)
-        return Attention(q, k, v, weights, self.scale, factors)
 
     def dropped(self, weights: Tensor) -> Tensor:
         """Apply the dropout of the call to weights, their tangents, or what arrives behind it."""
@@ -227,7 +230,6 @@ class AttentionDerivatives(AutomaticDerivatives):
         return any(i > 2 for i in saved["needed"])
 
     def unsupported_reason(self, c: Context) -> str | None:
-        """Say why the derivatives of the call at hand cannot be computed; None if they can."""
         if self.has_formula(c):
             return None
         if self.drops(c):
@@ -315,7 +317,7 @@ class ScaledDotProductAttentionDerivatives(AttentionDerivatives, FunctionDerivat
 
         tensors = [x for x in c.inputs if isinstance(x, Tensor)]
         whole = memoise(c.saved, "attention", tensors, (), compute)
-        return whole.of_samples(self._axis(c), c.rows)
+        return of_samples(whole, self._axis(c), c.rows)
 
     def _tangents(self, c: Context, t: Sequence[Tensor | None]) -> list[Tensor]:
         """Return the tangents of queries, keys and values, zeros for None."""
@@ -334,12 +336,10 @@ class ScaledDotProductAttentionDerivatives(AttentionDerivatives, FunctionDerivat
 
     @or_automatic
     def jvp(self, c: Context, t: Any) -> Any:
-        """Apply the Jacobian."""
         return self._attention(c).push(*self._tangents(c, t))[1]
 
     @or_automatic
     def vjp(self, c: Context, v: Any) -> Any:
-        """Apply the transposed Jacobian."""
         (y,) = listed(v)
         return tuple(self._at_inputs(c, self._attention(c).pull(y, None)))
 

@@ -21,6 +21,7 @@ from backpack.core.derivatives.attention import (
     additive,
     attend,
     causal,
+    of_samples,
     or_automatic,
 )
 from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, BaseDerivatives
@@ -31,9 +32,7 @@ from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout
 from backpack.core.record.registry import register
-from backpack.core.rows import Rows
 from backpack.core.types import Changes, OfInputs, OfParams, Pairs
-from backpack.utils.subsampling import subsample
 
 # Which of queries (0), keys (1), values (2) and the output (3) a parameter makes.
 MAKES: dict[str, tuple[int, ...]] = {
@@ -69,13 +68,6 @@ class Trace(NamedTuple):
         """Return the positions that a parameter makes: for ``bias_k`` the one behind the own."""
         own = self.own(i)
         return slice(own.stop, own.stop + 1) if name.startswith("bias") else own
-
-    def of_samples(self, rows: Rows) -> Trace:
-        """Select samples."""
-        if rows is None:
-            return self
-        inputs = tuple(subsample(x, 0, rows) for x in self.inputs)
-        return Trace(inputs, self.attention.of_samples(0, rows), subsample(self.heads, 0, rows))
 
 
 class Changing(NamedTuple):
@@ -277,7 +269,7 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
         y, weights = self._cotangents(c, vs, 1)
 
         def compute() -> tuple[Tensor, ...]:
-            return self._pulled(c, whole.of_samples(c.rows), y, weights)
+            return self._pulled(c, of_samples(whole, 0, c.rows), y, weights)
 
         selected = None if c.rows is None else tuple(c.numbers(len(whole.heads)))
         # the trace tells whether an input or a parameter has changed
@@ -286,7 +278,6 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
 
     @or_automatic
     def vjp(self, c: Context, v: Any) -> Any:
-        """Apply the transposed Jacobian."""
         _, cotangents = self._at_projections(c, v)
         maps, trace = Affine.of(c.params), self._trace(c)
         found: list[Tensor | None] = [None] * len(c.inputs)
@@ -296,19 +287,17 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
 
     @or_automatic
     def jvp(self, c: Context, t: Any) -> Any:
-        """Apply the Jacobian."""
         return self._pushed(c, [None if x is None else self._inside(c, x, 1) for x in t[:3]], {})
 
     @or_automatic
     def param_jvp(self, c: Context, name: str, t: Tensor) -> Any:
-        """Apply the Jacobian with respect to a parameter."""
         return self._pushed(c, [None] * 3, {name: t})
 
     def _pushed(
         self, c: Context, inputs: Sequence[Tensor | None], params: Mapping[str, Tensor]
     ) -> Any:
         """Return the tangents of the outputs."""
-        trace = self._trace(c).of_samples(c.rows)
+        trace = of_samples(self._trace(c), 0, c.rows)
         weights, heads = trace.attention.push(*self._tangents(c, trace, inputs, params))
         moved = Affine.of(params)
         y = _side_by_side(heads) @ c.params["out_proj.weight"].T
@@ -333,7 +322,7 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
             for i, g in enumerate(c.grad_out)
         ]
         y, at_weights = self._cotangents(c, grads, 0)
-        trace = self._trace(c).of_samples(c.rows)
+        trace = of_samples(self._trace(c), 0, c.rows)
         moved_inputs = [None if t is None else self._inside(c, t, 1) for t in inputs[:3]]
         maps, moved = Affine.of(c.params), Affine.of(params)
         tangents = self._tangents(c, trace, moved_inputs, params)
@@ -370,20 +359,17 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
         self, c: Context, name: str, trace: Trace, ends: Sequence[Changing], sum_batch: bool
     ) -> Tensor:
         """Return the change of the product with a parameter: ``[V, N, *p]``, or ``[V, *p]``."""
-        parts = []
+        parts, is_weight = [], name.endswith("weight")
+        pull = affine.vjp_sum if sum_batch else affine.vjp
         for i in MAKES[name]:
             s, ds, x, dx = ends[i]
             span = trace.span(name, i)
-            if name.endswith("weight"):
-                pull = affine.vjp_sum if sum_batch else affine.vjp
-                part, s = pull(ds[..., span, :], x), s[..., span, :]
-                if dx is not None and sum_batch:
-                    part = part + s.flatten(1, 2).mT @ dx.flatten(1, 2)
-                elif dx is not None:
-                    part = part + s.mT @ dx
-                parts.append(part)
-            else:
-                parts.append(ds[..., span, :].sum((1, 2) if sum_batch else 2))
+            part = pull(ds[..., span, :], x if is_weight else None)
+            if is_weight and dx is not None:
+                s = s[..., span, :]
+                more = s.flatten(1, 2).mT @ dx.flatten(1, 2) if sum_batch else s.mT @ dx
+                part = part + more
+            parts.append(part)
         return self.assemble(c, name, parts)
 
     def affine_inputs(self, c: Context, name: str) -> list[Tensor | None]:

@@ -130,7 +130,6 @@ class Correlations:
         shape = self.x.shape[dims + 1 :]
         self.steps = [prod(shape[axis + 1 :]) for axis in axes]
         self.sums: dict[tuple[Tap, Tap, int], Tensor] = {}
-        self.borders: dict[tuple[tuple[int, ...], int, int], Tensor] = {}
 
     def blocks(self) -> Tensor:
         """Return the sums for all pairs of taps in their order: ``[k (k + 1) / 2, C, C]``."""
@@ -176,8 +175,8 @@ class Correlations:
         self, a: Tap, b: Tap, shift: Sequence[int], axis: int, entry: int
     ) -> tuple[Tensor, Tensor]:
         """Return entries along one axis, and their partners: the positions on the axes behind."""
-        one = self._across(a.phase, axis, entry)
-        other = self._across(b.phase, axis, entry + shift[axis])
+        one = self.x[a.phase].select(1 + axis, entry)
+        other = self.x[b.phase].select(1 + axis, entry + shift[axis])
         for i in range(len(shift)):
             if i != axis:
                 some = self._overlap(i, shift) if i < axis else self._window(i, a, shift)
@@ -186,11 +185,3 @@ class Correlations:
                 one = one.narrow(dim, start, len(some))
                 other = other.narrow(dim, other_start, len(some))
         return one.flatten(1), other.flatten(1)
-
-    def _across(self, phase: tuple[int, ...], axis: int, entry: int) -> Tensor:
-        """Return what is at one entry of an axis: ``[C, *others, N]``."""
-        key = (phase, axis, entry)
-        if key not in self.borders:
-            border = self.x[phase].select(1 + axis, entry)
-            self.borders[key] = border.contiguous() if axis else border
-        return self.borders[key]
