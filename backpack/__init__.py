@@ -154,7 +154,6 @@ class backpack(ShowsOptions):
         accumulate: bool = False,
         progress: bool = False,
     ):
-        """Check the extensions."""
         for ext in exts:
             if isinstance(ext, BackpropExtension):
                 continue

@@ -90,7 +90,6 @@ class CSVWriter:
     """
 
     def __init__(self, path: str | Path, append: bool = False):
-        """Remember the file."""
         self._path = Path(path)
         self._mode: Literal["a", "w"] = "a" if append else "w"
 
@@ -165,7 +164,6 @@ class Monitor:
         every: int = 1,
         process_group: ProcessGroupChoice = "module",
     ):
-        """Look the metrics up."""
         self._group = DataGroup.of(process_group, model, "A Monitor")
         if isinstance(model, DistributedDataParallel):
             model = model.module  # tags are those of one process

@@ -51,7 +51,6 @@ class Results:
     pchmp: Callable[[Tensor], Tensor]
 
     def __init__(self, parameter: Tensor):
-        """Look at a parameter. It keeps its results."""
         self._parameter = parameter
 
     def __getattr__(self, name: str) -> Any:

@@ -24,7 +24,6 @@ class FunctionalLayer(Module):
     """
 
     def __init__(self, function: FunctionModule, readers: Sequence[ParameterModule]):
-        """Store the function of the layer's inputs, and of its parameters, with their readers."""
         super().__init__()
         self.function, self.readers = function, ModuleList(readers)
 

@@ -65,7 +65,6 @@ class Held:
     """
 
     def __init__(self, modules: Iterable[Module]) -> None:
-        """Note how they are."""
         self.attributes = [(module, dict(vars(module))) for module in modules]
         self.collections: list[tuple[str, Any, Any]] = []
         self.values: list[tuple[str, _Values]] = []

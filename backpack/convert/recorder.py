@@ -68,7 +68,6 @@ class Functions:
     """The modules that stand for the functions of one model, made when they are first needed."""
 
     def __init__(self) -> None:
-        """Start with none."""
         self.applications: dict[Any, Apply] = {}
         self.readers: dict[int, ParameterModule] = {}
         self.lock = Lock()  # several threads may run the model
@@ -102,7 +101,6 @@ class Recorder(TorchFunctionMode):
     """Records the functions of one run of a model's ``forward``."""
 
     def __init__(self, root: Module):
-        """Take note of what does not depend on the data of the model."""
         super().__init__()
         self.root = root
         self.functions: Functions = vars(root)["_backpack_functions"]

@@ -202,7 +202,6 @@ class Guard:
         return Guard.__new__, (Guard,), {"root": self.root()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Belong to the copy."""
         root = state["root"]  # None: a shallow copy outlived it, and is found when it is called
         self.root = ref(self if root is None else root)
 

@@ -358,7 +358,6 @@ class BackpackTracer(Tracer):
     proxy_buffer_attributes = True
 
     def __init__(self) -> None:
-        """Create the tracer."""
         super().__init__((math,))
         self.branches: list[Branch] = []
         self.modes: dict[str, bool | None] = {}

@@ -23,7 +23,6 @@ class Path:
     """A fast path, and what it does, in a sentence."""
 
     def __init__(self, name: str, what: str):
-        """Take it from now on."""
         self.name = name  # such as "ConvNDDerivatives.reduced", or "reused memory"
         self.what = what
         self.is_on = True  # whether it is taken

@@ -15,7 +15,6 @@ class lazy(Generic[T]):
     """
 
     def __init__(self, compute: Callable[[Any], T]):
-        """Remember how to compute the attribute."""
         self.compute = compute
         self.name = compute.__name__
         self.__doc__ = compute.__doc__

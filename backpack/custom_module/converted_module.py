@@ -85,7 +85,6 @@ class ConvertedModule(GraphModule):
         modes: Mapping[str, bool | None] = MappingProxyType({}),
         options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     ):
-        """Take over the state of a module with all that the graph calls."""
         super().__init__(root, graph, class_name)
         for name, value in vars(root).items():
             if name in MODULE_STATE or not hasattr(self, name):
@@ -203,7 +202,6 @@ class ConvertedModule(GraphModule):
         return {**state, "_nodes": nodes, "_class_name": type(self).__name__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Build the graph again."""
         state = dict(state)
         graph = Graph()
         nodes: list[Node] = []

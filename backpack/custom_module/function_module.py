@@ -21,7 +21,6 @@ class Slot:
     index: int
 
     def __repr__(self) -> str:
-        """Return the name that the derivatives use for the input."""
         return f"input{self.index}"
 
 
@@ -30,7 +29,6 @@ class Training:
     """Stands for the module's training flag in the arguments of its function."""
 
     def __repr__(self) -> str:
-        """Return what it stands for."""
         return "self.training"
 
 
@@ -120,7 +118,6 @@ class FunctionModule(Module):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Import the function."""
         own = state["function"]
         function = own.resolve() if isinstance(own, _Reference) else own
         super().__setstate__({**state, "function": function})

@@ -13,7 +13,6 @@ class ReduceTuple(Module):
     """Pick one element of a tuple, such as the output of a recurrent layer."""
 
     def __init__(self, index: int = 0):
-        """Store the index of the element to pick."""
         super().__init__()
         self.index = index
 

@@ -18,7 +18,6 @@ class MatToJacMat(ModuleExtension):
     """Passes columns on with the transposed Jacobian, ``Jᵀ mat``."""
 
     def __init__(self, derivatives: BaseDerivatives, params: Sequence[str] | None = None):
-        """Store the derivatives of the module class, and the names of parameters."""
         super().__init__(params)
         self.derivatives = derivatives
         alone = type(self).backpropagate is MatToJacMat.backpropagate

@@ -10,7 +10,6 @@ class SavedQuantities:
     """Quantities that have arrived at tensors, by a key that identifies the tensor."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._saved: dict[Hashable, Any] = {}
 
     def __contains__(self, key: Hashable) -> bool:

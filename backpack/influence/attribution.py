@@ -56,7 +56,6 @@ class Attribution:
         progress: bool,
         process_group: ProcessGroupChoice,
     ):
-        """Store what is given."""
         name = type(self).__name__
         check_read_again(name, train_data)
         check_has_batches(train_data)

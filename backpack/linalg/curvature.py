@@ -177,7 +177,6 @@ class _WeightNormByFormula(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the formula in the place of the function."""
         own = weight_of_norm if func is torch._weight_norm else func
         return own(*args, **(kwargs or {}))
 

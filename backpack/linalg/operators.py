@@ -324,7 +324,6 @@ class DampedOperator(LinearOperator):
     """``A + damping · I``."""
 
     def __init__(self, operator: LinearOperator, damping: float):
-        """Store the square operator A and the multiple of the identity."""
         if operator.shape[0] != operator.shape[1]:
             raise ValueError(f"{operator!r} is not square: nothing can be added to its diagonal.")
         super().__init__(operator.shape, operator.dtype, operator.device)
@@ -390,7 +389,6 @@ class TransposedOperator(LinearOperator):
     is_symmetric = False
 
     def __init__(self, operator: LinearOperator):
-        """Store the operator A."""
         super().__init__(operator.shape[::-1], operator.dtype, operator.device)
         self.operator = operator
 
@@ -415,7 +413,6 @@ class SumOperator(LinearOperator):
     """
 
     def __init__(self, operators: Sequence[LinearOperator]):
-        """Store the operators."""
         for other in operators:
             if not isinstance(other, LinearOperator):
                 raise TypeError(
@@ -441,7 +438,6 @@ class ScaledOperator(LinearOperator):
     """``factor · A``."""
 
     def __init__(self, operator: LinearOperator, factor: float):
-        """Store the operator A and the number that it is multiplied with."""
         is_number = factor.dim() == 0 if isinstance(factor, Tensor) else isinstance(factor, Real)
         if not is_number:
             raise TypeError(f"{operator!r} is multiplied with numbers, got {factor!r}. Use A @ B.")
@@ -465,7 +461,6 @@ class ProductOperator(LinearOperator):
     """
 
     def __init__(self, left: LinearOperator, right: LinearOperator):
-        """Store both operators."""
         _check_alike([left, right])
         if left.shape[1] != right.shape[0]:
             raise ValueError(f"{left!r} cannot be multiplied with {right!r}.")
@@ -484,7 +479,6 @@ class SubmatrixOperator(LinearOperator):
     """Chosen rows and columns of a matrix, see :meth:`LinearOperator.submatrix`."""
 
     def __init__(self, operator: LinearOperator, rows: Index, columns: Index | None = None):
-        """Find the rows and columns."""
         num_rows, num_columns = operator.shape
         if columns is None and num_rows != num_columns:
             raise ValueError(f"{operator!r} is not square: say which columns, too.")

@@ -25,7 +25,6 @@ class SeenBatches:
     """What the first pass has seen of each batch, to compare later passes with."""
 
     def __init__(self) -> None:
-        """Know nothing."""
         self._known: list[tuple[object, Tensor]] = []
         self._is_complete = False
 
@@ -58,7 +57,6 @@ class SameInEachPass:
     """
 
     def __init__(self, what: str, data: Iterable[Any], entries: int = 4096):
-        """Store what is given."""
         self.what, self.data, self.entries = what, data, entries
         self._seen = SeenBatches()
 

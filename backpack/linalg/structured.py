@@ -37,7 +37,6 @@ class SpectralOperator(LinearOperator):
     """
 
     def __init__(self, spectrum: Tensor, bases: Blocks = (), order: Tensor | None = None):
-        """Store eigenvalues and eigenvectors."""
         sizes = [_size(block) for block in bases]
         if spectrum.dim() != 1 or (sizes and sum(sizes) != len(spectrum)):
             raise ValueError(
@@ -189,7 +188,6 @@ class DiagonalOperator(SpectralOperator):
     """
 
     def __init__(self, diagonal: Tensor):
-        """Store the diagonal."""
         super().__init__(diagonal)
 
 
@@ -212,7 +210,6 @@ class KroneckerOperator(SpectralOperator):
     """
 
     def __init__(self, factors: Blocks, order: Tensor | None = None):
-        """Store the factors."""
         factors = [list(block) for block in factors]
         shapes = [[list(factor.shape) for factor in block] for block in factors]
         if not shapes or any(
@@ -319,7 +316,6 @@ class EigenOperator(SpectralOperator):
     """
 
     def __init__(self, blocks: Sequence[EigenKronecker], order: Tensor | None = None):
-        """Store eigenvalues and eigenvectors."""
         blocks = list(blocks)
         if not blocks:
             raise ValueError("Expected the blocks of some parameters, got none.")

@@ -394,7 +394,6 @@ class System:
     """
 
     def __init__(self, group: Group, p: Tensor, state: dict[str, Any], bias: Trained | None = None):
-        """Note what belongs together."""
         self.group, self.p, self.state, self.bias = group, p, state, bias
         age, interval = state["step"] - 1, group["inverse_every"]
         self.is_decomposed = age < interval or age % interval == 0

@@ -83,7 +83,6 @@ class Program:
     """
 
     def __init__(self) -> None:
-        """Nothing has run."""
         self.passes = 1
         # of the latest pass with more than two samples that nothing was found in
         self.cleared: list[tuple[str, list[torch.Size]]] = []

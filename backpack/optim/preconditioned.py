@@ -84,7 +84,6 @@ class PreconditionedOptimizer(ExtensionOptimizer):
         kl_clip: float | None,
         adapt_damping_every: int | None,
     ):
-        """Store the options."""
         if kl_clip is not None and not kl_clip > 0:
             raise ValueError(f"kl_clip has to be larger than 0, or None, got {kl_clip}.")
         if adapt_damping_every is not None and adapt_damping_every < 1:

@@ -42,17 +42,14 @@ class weight_jac_t_save_memory:
     active = _Selected()
 
     def __init__(self, save_memory: bool = True):
-        """Remember the choice."""
         self._save_memory = save_memory
         self._outer: list[bool] = []
 
     def __enter__(self) -> None:
-        """Select the rule."""
         self._outer.append(_SAVE_MEMORY.get())
         _SAVE_MEMORY.set(self._save_memory)
 
     def __exit__(self, *exception: object) -> None:
-        """Restore the rule that was selected before."""
         _SAVE_MEMORY.set(self._outer.pop())
 
 

@@ -456,7 +456,6 @@ class FusedLayer(KernelOverride):
     kernel = torch.ops.aten.mkldnn_rnn_layer_backward.default
 
     def __init__(self, node: Any, visit: Visit, rule: LSTMDerivatives, k: int):
-        """Change nothing yet."""
         super().__init__(node, visit)
         self.rule, self.k = rule, k
 

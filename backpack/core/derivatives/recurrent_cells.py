@@ -126,7 +126,6 @@ class ElmanStep(Step):
     """
 
     def __init__(self, phi: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]):
-        """Store φ, and a as a function of h_t."""
         self.phi = phi
         self.slope = slope
 

@@ -188,7 +188,6 @@ class Backpropagation:
         left_out: Collection[Parameter] = (),
         bases: Mapping[Parameter, Bases] | None = None,
     ):
-        """Read what the extensions want, and how much may travel at once."""
         self.plan, self.exts, self.subsampling, self.save = plan, exts, subsampling, save
         self.left_out = left_out
         self.extraction = wanted = Extraction(plan, exts, subsampling, bases)

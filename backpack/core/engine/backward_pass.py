@@ -77,7 +77,6 @@ class BackwardPass:
     waits = False  # behind what others have queued
 
     def __init__(self, task: int, collector: Collector) -> None:
-        """Note autograd's number of the pass, and what collects its calls."""
         self.task, self.collector = task, collector
         self.configuration = collector.configuration
         self.threads: set[int] = set()  # in which it has run

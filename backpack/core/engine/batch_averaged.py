@@ -35,7 +35,6 @@ class BatchAveragedBackpropagation:
     """Carries the batch-averaged GGN of the loss back to the parameters."""
 
     def __init__(self, plan: Plan, subsampling: Sequence[int] | None):
-        """Check that every module acts on each sample alone, and keeps the batch axis."""
         self.plan = plan
         self.subsampling = subsampling
         self.blocks: dict[tuple[Node, Node], Tensor] = {}

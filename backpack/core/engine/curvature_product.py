@@ -84,7 +84,6 @@ class CurvatureBlock:
             self.names.setdefault(call, []).append(name)
 
     def __repr__(self) -> str:
-        """Name the matrix, and the shape of what it is multiplied with."""
         matrices: dict[Modify, str] = {None: "GGN", identity: "Hessian"}
         of = matrices.get(self.modify, "positive-curvature Hessian")
         shape = ", ".join(map(str, ("V", *self.parameter.shape)))

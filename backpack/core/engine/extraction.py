@@ -50,7 +50,6 @@ class Extraction:
         subsampling: Sequence[int] | None,
         bases: Mapping[Parameter, Bases] | None,
     ):
-        """Read what the extensions want."""
         self._plan, self._exts, self._subsampling = plan, exts, subsampling
         self.savefields = ", ".join(map(_SAVEFIELD, exts))
         wanted = frozenset().union(*map(_NEEDS, exts))

@@ -126,11 +126,9 @@ class FactoredGrad:
         return sum(map(entries_of, self._sources))
 
     def __len__(self) -> int:
-        """Return N."""
         return self.shape[0]
 
     def __repr__(self) -> str:
-        """Show shape, precision and what is kept."""
         kinds = " + ".join(type(part).__name__.lower() for part in self._sources)
         return f"FactoredGrad({list(self.shape)}, {self.dtype}, {kinds} of {self.label})"
 

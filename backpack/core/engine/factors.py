@@ -116,7 +116,6 @@ class Factor:
         return replace(self, mat=mat, merged=1)
 
     def __add__(self, other: Factor) -> Factor:
-        """Add what arrives over two branches, column by column."""
         groups = gcd(self.groups, other.groups)
         mine, others = self.coarsened(groups), other.coarsened(groups)
         return mine.holding(mine.mat + others.mat)

@@ -51,7 +51,6 @@ class FirstOrder:
     """
 
     def __init__(self, configuration: Configuration, save: Combining, trained: Trained) -> None:
-        """Read what the extensions want."""
         self._save, self._trained = save, trained
         self._count = len(configuration.exts)
         self.exts = configuration.first_order

@@ -26,7 +26,6 @@ class Entry:
     """One call of ``backward()``, until it returns."""
 
     def __init__(self, roots: tuple[Any, ...]):
-        """Wait for the start."""
         self.roots = roots  # what it was called on
         self.nodes = [x.grad_fn if isinstance(x, Tensor) else x.node for x in roots]
         self.elided: set[Parameter] = set()  # autograd was not asked for theirs: they need one yet
@@ -61,7 +60,6 @@ class InterceptBackward(overrides.TorchFunctionMode):
     _ENTRIES = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
     def __init__(self, completed: Callable[[Visit], None], elides: bool, program: Any = None):
-        """Watch nothing yet."""
         super().__init__()
         self.program = program
         self.completed = completed
@@ -197,10 +195,8 @@ class not_intercepted:
     mode: InterceptBackward | None = None
 
     def __enter__(self) -> None:
-        """Pop it."""
         self.mode = set_aside()
 
     def __exit__(self, *exception: object) -> None:
-        """Push it again."""
         if self.mode is not None:
             put_back(self.mode)

@@ -122,7 +122,6 @@ class Products:
         return [one for one in found if one is not None]
 
     def __getitem__(self, name: str) -> Any:
-        """Compute a quantity (or take it from memory)."""
         values = self._values
         if name in values:
             return values[name]

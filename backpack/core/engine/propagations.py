@@ -173,7 +173,6 @@ class SampledFactor(LossFactor):
     mc_samples: int = 1
 
     def __post_init__(self) -> None:
-        """Check the number of samples."""
         if not isinstance(self.mc_samples, int) or self.mc_samples < 1:
             raise ValueError(f"mc_samples is a positive number, got {self.mc_samples!r}.")
 

@@ -76,7 +76,6 @@ class Attributes(dict[str, Any]):
     __slots__ = ("results", "used")
 
     def __init__(self, attributes: dict[str, Any]):
-        """Take over attributes that are no results."""
         super().__init__(attributes)
         self.results: dict[str, Result] = {}  # in the order in which they were saved first
         self.used: Used | None = None
@@ -101,7 +100,6 @@ class Writer:
     """Writes the results of one backward pass at parameters, and takes them back if it fails."""
 
     def __init__(self, debug: bool):
-        """Nothing is written."""
         self.debug = debug  # whether to print what is written
         self.originals: dict[Tensor, Any] = {}  # parameters by the copies that rules see
         self.untrained: set[Parameter] = set()  # without results: see backward(inputs=...)
@@ -167,11 +165,9 @@ class Writer:
                 self.write(p, ext, value, savefield)
 
     def __bool__(self) -> bool:
-        """Whether anything was written."""
         return bool(self._written)
 
     def __iter__(self) -> Iterator[tuple[Parameter, str, Any]]:
-        """List the parameters, the savefields and the results that are still there."""
         for p, name, identity in self._written:
             value = getattr(p, name, None)
             is_same = identity == id(value) or identity == noted(p, name).moved

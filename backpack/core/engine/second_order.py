@@ -39,7 +39,6 @@ class SecondOrder:
     """The second-order extensions of a backward pass: they run when it is over."""
 
     def __init__(self, exts: Sequence[Extension], save: Combining) -> None:
-        """Look at no hook yet."""
         self.exts, self._save = exts, save
         self._reads_gradients = any(map(_reads_gradients, exts))
         self._changed: dict[str, None] = {}  # what has or reads gradients that hooks have changed

@@ -49,12 +49,10 @@ class slice_bytes:
         return max(BYTES_PER_CORE, limit // 2) if is_large else limit
 
     def __enter__(self) -> None:
-        """Set the limit, in this thread."""
         self._outer = CTX.configuration.slice_bytes
         update(configuration=replace(CTX.configuration, slice_bytes=self._limit))
 
     def __exit__(self, *exception: object) -> None:
-        """Restore the limit."""
         update(configuration=replace(CTX.configuration, slice_bytes=self._outer))
 
 

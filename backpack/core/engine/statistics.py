@@ -193,7 +193,6 @@ class OfRule(Statistics):
     """The value that a user's rule has returned, if it is a sum over samples or of each."""
 
     def __init__(self, parameter: Parameter, ext: Extension, value: Any):
-        """Refuse what is not known to be one."""
         shape = ext.shape
         if len(ext.needs) != 1 or not isinstance(value, Tensor) or shape is None:
             raise NotImplementedError(
@@ -215,7 +214,6 @@ class OfMaps(Statistics):
     """Products with curvature, which are computed when they are asked for."""
 
     def __init__(self, parameter: Parameter, ext: Extension, value: Map):
-        """Start with one."""
         super().__init__(parameter, (ext,), {})
         self.map = value
 

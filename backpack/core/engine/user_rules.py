@@ -116,11 +116,9 @@ class InputGradients(Sequence[Any]):
     """Gradients with respect to the inputs of a call, computed when somebody looks at them."""
 
     def __init__(self, call: Visit):
-        """Remember the call."""
         self._call = call
 
     def __len__(self) -> int:
-        """Number of inputs."""
         return len(self._call.inputs)
 
     def __getitem__(self, i: Any) -> Any:

@@ -22,7 +22,6 @@ class Users:
     """Tells which parameters are used several times: by all calls that live, or did before."""
 
     def __init__(self) -> None:
-        """Look at no call yet."""
         self._seen: set[float] = set()  # calls
         self._used: set[int] = set()  # parameters, by id
         self._shared: set[int] = set()

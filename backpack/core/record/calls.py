@@ -81,7 +81,6 @@ class Call(PlacedCall):
         rule: Rule | None,
         was_first: bool,
     ):
-        """Record the call. The derivatives may look at the graph to keep what they need."""
         self.index = next(COUNTER)
         self.derivatives: Any = rule  # or None
         self.is_container = rule is None and not is_leaf(module)

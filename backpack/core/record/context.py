@@ -54,7 +54,6 @@ class Context:
         rows: Rows = None,
         is_folded: bool = False,
     ):
-        """Store what is given."""
         self.call = call
         self.module: Any = call.module
         self.inputs = inputs

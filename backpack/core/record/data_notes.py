@@ -55,7 +55,6 @@ class _Calls(local):
     """The calls of models that run in a thread, innermost last."""
 
     def __init__(self) -> None:
-        """None runs."""
         self.running: list[Inputs] = []
 
 

@@ -89,7 +89,6 @@ class OwnGenerators(Mode):
     supports_higher_order_operators = True
 
     def __init__(self, seed: int = 0):
-        """Start anew with a seed."""
         super().__init__()
         self._seed = seed
         self._own: dict[torch.device, Generator] = {}
@@ -97,7 +96,6 @@ class OwnGenerators(Mode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function of torch."""
         kwargs = kwargs or {}
         own = self._generator(args, kwargs) if _may_draw(func) else None
         return func(*args, **kwargs) if own is None else _drawn_from(own, func, args, kwargs)

@@ -31,7 +31,6 @@ class KernelOverride(Mode):
     clear: Callable[[], None]  # frees what was received
 
     def __init__(self, node: Any, visit: Visit):
-        """Change nothing yet."""
         super().__init__()
         self.node, self.visit = node, visit
         self.task: int | None = None  # number of the backward pass that uses it

@@ -42,7 +42,6 @@ class TrainingFlag:
         self.mode, self.owner, self.asked = mode, owner, asked
 
     def __repr__(self) -> str:
-        """Return the mode."""
         return repr(self.mode)
 
     @classmethod

@@ -157,7 +157,6 @@ class Layout:
         self._group: list[Layout] = []  # layouts that are corrected together, if there are others
 
     def __repr__(self) -> str:
-        """Show the numbers."""
         return f"Layout(before={self.before}, samples={self.samples}, assumed={self.assumed})"
 
     @classmethod

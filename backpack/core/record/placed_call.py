@@ -378,7 +378,6 @@ class PlacedCall(ModuleState):
         return args, keywords
 
     def __repr__(self) -> str:
-        """Name the module, its type and the shapes of the call."""
         shapes = [list(s) for s in self.shape_in if s is not None]
         outs = [list(s) for s in self.shape_out]
         return f"{describe(self.module)} (inputs {shapes}, outputs {outs})"

@@ -67,7 +67,6 @@ class Shard:
     __slots__ = ("__weakref__", "_of", "group")
 
     def __init__(self, of: Any, group: Any):
-        """Remember the parts of torch that know."""
         self._of = of
         self.group = group
 
@@ -240,13 +239,11 @@ class gathered:
     """
 
     def __init__(self, agree: Agree, first: Sequence[Shard] = ()):
-        """Nothing is gathered yet."""
         self.agree = agree
         self.first = first
         self.open: dict[Any, None] = {}  # modules
 
     def __enter__(self) -> gathered:
-        """Let others ask."""
         self.outer = getattr(_here, "current", None)
         if self.outer is None:
             _here.current = self
@@ -258,7 +255,6 @@ class gathered:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Let everything go."""
         if self.outer is None:
             _here.current = None
             self.close()
@@ -292,7 +288,6 @@ class copied:
     """
 
     def __init__(self) -> None:
-        """Hold no copies yet."""
         self._copies: dict[Shard, torch.UntypedStorage] = {}
         self._open: list[Shard] = []
 
@@ -303,13 +298,11 @@ class copied:
                 self._copies[shard] = shard.whole.untyped_storage().clone()
 
     def __enter__(self) -> copied:
-        """Let others ask."""
         self._outer = getattr(_here, "current", None)
         _here.current = self
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Let everything go, copies included."""
         _here.current = self._outer
         for shard in self._open:
             shard.whole.untyped_storage().resize_(0)

@@ -35,7 +35,6 @@ class Visit(Call):
     kept: dict[str, Any]  # what they keep for all backward passes: that of the call
 
     def __init__(self, call: Call):
-        """Copy what is known of a call."""
         vars(self).update(vars(call))
         self.call = call
         self.g_out = [None] * len(call.shape_out)

@@ -41,7 +41,6 @@ class SqrtGGNBaseModule(MatToJacMat):
     """
 
     def __init__(self, derivatives: BaseDerivatives, params: Sequence[str] | None = None):
-        """Store the derivatives of the module class, and the names of parameters."""
         for name in params or ():
             if not hasattr(self, name):
                 setattr(self, name, partial(self._products, name))
