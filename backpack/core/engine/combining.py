@@ -82,7 +82,6 @@ LOCAL_BEHIND_ALL = (
     "has of the first are shards. Average gradients in the last backward pass alone."
 )
 
-SaveResult = Callable[[Parameter, Extension, list[Any]], None]
 # Averages statistics over processes, or tells these of an error.
 Reduce = Callable[[Processes, Sequence[Statistics], "Exception | None"], None]
 # Tells processes of an error, or finds out whether a text is the same on all.
