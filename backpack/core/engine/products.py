@@ -92,8 +92,7 @@ class Products:
         follows = rule is not None and rule.follows_samples
         # whether the derivatives can reduce on their own: one use, every row a sample, in order
         self._reduces = (
-            OWN_REDUCTIONS.is_on
-            and not others
+            not others
             and self.terms is None
             and use.factor.groups == mat.shape[1]
             and not (call.is_unbatched and call.is_of_copies)
@@ -130,7 +129,8 @@ class Products:
                 f"An extension reads {name!r}, which is not among its 'needs' (or 'reads'). Name "
                 "all that 'extract' reads there."
             )
-        if self._reduces and "individual" not in values and name in reductions.NAMES:
+        is_alone = self._reduces and "individual" not in values
+        if is_alone and name in reductions.NAMES and OWN_REDUCTIONS.is_on:
             wanted = {name} | reductions.NAMES.intersection(self.wanted) - values.keys()
             (use,) = self.uses
             values |= _apply(use, "reduced", wanted, use.factor.weights)
@@ -150,7 +150,7 @@ class Products:
     @property
     def _is_direct(self) -> bool:
         """Whether the derivatives reduce on their own, as ``__getitem__`` asks without a call."""
-        return self._reduces and "individual" not in self._values
+        return self._reduces and "individual" not in self._values and OWN_REDUCTIONS.is_on
 
     @property
     def merged(self) -> int:
