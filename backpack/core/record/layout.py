@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import ClassVar, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -126,7 +127,7 @@ class Layout:
     """
 
     __slots__ = (
-        *("_group", "_sources", "assumed", "before", "dims"),
+        *("__weakref__", "_group", "_sources", "assumed", "before", "dims"),
         *("is_assigned", "is_constant", "lost", "owners", "samples"),
     )
     # called when any layout was corrected: what was found out before has to be found out again
@@ -154,7 +155,7 @@ class Layout:
         self.is_assigned = False  # whether a program has said so
         self.lost: str | None = None  # why the samples of data could not be followed
         self._sources = tuple(sources)  # what this was derived from
-        self._group: list[Layout] = []  # layouts that are corrected together, if there are others
+        self._group: list[ref[Layout]] = []  # those corrected together, as long as they live
 
     def __repr__(self) -> str:
         return f"Layout(before={self.before}, samples={self.samples}, assumed={self.assumed})"
@@ -167,7 +168,10 @@ class Layout:
     @property
     def root(self) -> Layout:
         """The one that stands for all those that are corrected together."""
-        return self._group[0] if self._group else self
+        return self._alike()[0]
+
+    def _alike(self) -> list[Layout]:
+        return [one for known in self._group if (one := known()) is not None] or [self]
 
     @property
     def facts(self) -> tuple[int, int, Owners | None]:
@@ -194,7 +198,7 @@ class Layout:
         return is_plain and len(shape) > 0 and 0 < self.samples == shape[0]
 
     def _become(self, before: int, samples: int) -> None:
-        for layout in self._group or [self]:
+        for layout in self._alike():
             layout.before, layout.samples, layout.assumed = before, samples, False
 
     def confirm(self) -> None:
@@ -240,8 +244,9 @@ class Layout:
         if self.is_constant != other.is_constant or not (self.assumed or other.assumed):
             return
         certain, assumed = (self, other) if other.assumed and not self.assumed else (other, self)
-        group = [*(certain._group or [certain]), *(assumed._group or [assumed])]
-        for layout in group:
+        alike = certain._alike() + assumed._alike()
+        group = list(map(ref, alike))
+        for layout in alike:
             layout._group, layout._sources = group, certain._sources
             layout.assumed, layout.dims = certain.assumed, certain.dims
 
