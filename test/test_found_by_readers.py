@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import random
 import threading
@@ -20,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,6 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from backpack import assign_samples, backpack, extend, extensions
 from backpack.core.derivatives import check_rule
 from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.record.layout import Layout
 from backpack.custom_module.graph_utils import ConversionError
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
@@ -1987,3 +1989,92 @@ def test_kernels_and_influence_of_sparse_gradients(kind: Any) -> None:
     G = rows(F.cross_entropy(model(X), y, reduction="none"))
     tracin = TracIn(model, loss, [(X, y)], [model.state_dict()], [0.1])
     assert_close(tracin.scores([(X, y)]), 0.1 * G @ G.T)
+
+
+class Carrying(nn.Module):
+    """Keeps the state of the step before in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 4)
+        self.state = torch.zeros(N, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x) + self.b(self.state))
+        self.state = h.detach()
+        return h
+
+
+def test_states_that_are_carried_on_keep_nothing_of_former_steps() -> None:
+    """Where their samples are is described alike; all descriptions of all steps were kept."""
+    model, lossfunc = extend(Carrying(), use_converter="record"), extend(nn.CrossEntropyLoss())
+    counts = []
+    for _ in range(6):
+        with backpack(extensions.BatchGrad()):
+            lossfunc(model(torch.rand(N, 3)), torch.arange(N)).backward()
+        gc.collect()
+        counts.append(sum(type(one) is Layout for one in gc.get_objects()))
+    assert counts[-1] == counts[1]
+
+
+class Slotted(nn.Module):
+    """Has parameters, an attribute in a slot, and one elsewhere."""
+
+    __slots__ = ("power",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.power, self.factor = nn.Parameter(torch.rand(4) + 1), 2, 3.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x * self.weight) ** self.power * self.factor
+
+
+SINCE: dict[str, Callable[[Any], Any]] = {
+    "slot": lambda layer: setattr(layer, "power", 3),
+    "forward": lambda layer: setattr(layer, "forward", torch.exp),
+    "parameter": lambda layer: setattr(layer, "other", nn.Parameter(torch.rand(2))),
+    "buffer": lambda layer: layer.register_buffer("other", torch.rand(2)),
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 1),
+}
+
+
+@pytest.mark.parametrize("change", SINCE)
+@pytest.mark.filterwarnings("ignore:No rule for")
+def test_products_of_modules_that_change_behind_the_backward_pass(change: str) -> None:
+    """They are of the module of the forward pass: there were other numbers, or errors."""
+    layer = Slotted()
+    model = extend(nn.Sequential(nn.Linear(3, 4), layer, nn.Linear(4, 2)))
+    with backpack(extensions.HMP()):
+        extend(nn.CrossEntropyLoss())(model(torch.rand(N, 3)), torch.arange(N) % 2).backward()
+    each: list[Any] = [model[0].weight, layer.weight]
+    vectors, products = [torch.rand(2, *p.shape) for p in each], [p.hmp for p in each]
+    expected = [product(v) for product, v in zip(products, vectors, strict=True)]
+    SINCE[change](layer)
+    attributes, names = list(vars(layer).items()), [*layer._parameters, *layer._buffers]
+    for product, v, value in zip(products, vectors, expected, strict=True):
+        assert_close(product(v), value)
+    assert dict(attributes).items() <= vars(layer).items()
+    assert [*layer._parameters, *layer._buffers] == names
+    assert layer.power == (3 if change == "slot" else 2)
+
+
+def test_hooks_that_write_to_a_list_of_a_loss_that_threads_share() -> None:
+    """The module that a second thread shows had another list."""
+    lossfunc, both = extend(nn.CrossEntropyLoss()), threading.Barrier(2, timeout=30)
+    lossfunc.noted = noted = []
+
+    def hook(module: Any) -> None:
+        if type(module) is nn.CrossEntropyLoss:
+            both.wait()
+            module.noted.append(threading.get_ident())
+            both.wait()
+
+    def step(model: nn.Module) -> None:
+        loss = lossfunc(model(torch.rand(N, 3)), torch.arange(N))
+        with backpack(extensions.BatchGrad(), extension_hook=hook):
+            loss.backward()
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(step, [extend(nn.Linear(3, N)) for _ in range(2)]))
+    assert len(set(noted)) == 2

@@ -107,7 +107,10 @@ class ModuleState:
         own = vars(self.called)
         each = zip(*self.options, strict=True)
         options = {name: was for name, was in each if name in own or was is not NOTHING}
-        return copied(self.called, options) if options else self.called
+        if not options:
+            return self.called
+        had = {name: copy_of_list(x) for name, x in added(self.called).items()}
+        return copied(self.called, had | options)
 
     @property
     def state(self) -> list[State]:
@@ -183,19 +186,27 @@ class ModuleState:
             entries: list[Entry] = [
                 (vars(m), "training", was) for m, was in each if m.training != was
             ]
+            slots: dict[str, Any] = {}
             if self.module is not module:
-                own, had = vars(module), added(self.module)
-                gone = [name for name in self.options[0] if name not in vars(self.module)]
+                own, was, slots = vars(module), vars(self.module), _slots_of(module)
+                had = added(self.module)
+                for name in ("_parameters", "_buffers"):
+                    if own[name].keys() != was[name].keys():
+                        had[name] = was[name]
+                # attributes of now may be options, or hide what is put back, such as ``forward``
+                names = {"forward", *self.options[0], *self.read[0], *self.read[1]} - was.keys()
                 entries += [(own, name, copy_of_list(value)) for name, value in had.items()]
-                entries += [(own, name, NOTHING) for name in gone]
-            replaced = self.swap_tensors(module, precision)
-            replaced += [(where, name, where.get(name, NOTHING)) for where, name, _ in entries]
+                entries += [(own, name, NOTHING) for name in names]
+                _set_slots(module, _slots_of(self.module))
+            replaced = [(where, name, where.get(name, NOTHING)) for where, name, _ in entries]
             put(entries)
             try:
+                replaced += self.swap_tensors(module, precision)
                 with device_of_program():
                     yield
             finally:
                 put(replaced)
+                _set_slots(module, slots)
 
     def swap_tensors(
         self, module: Module, precision: torch.dtype | None = None, for_users: bool = False
@@ -284,14 +295,21 @@ def copied(module: Module, options: Mapping[str, Any] | None = None) -> Module:
     tensors = {"_parameters": module._parameters.copy(), "_buffers": module._buffers.copy()}
     own = vars(copy)
     own.update(vars(module), **tensors)
-    own.update({name: copy_of_list(x) for name, x in added(module).items()})
     put([(own, *option) for option in (options or {}).items()])
     # its calls are not to make it one of the extended modules, which it is in the place of
     own["_backpack_identity"] = id(copy)
-    for name in copyreg._slotnames(type(module)):  # type: ignore[attr-defined]
-        if hasattr(module, name):
-            object.__setattr__(copy, name, getattr(module, name))
+    _set_slots(copy, _slots_of(module))
     return copy
+
+
+def _slots_of(module: Module) -> dict[str, Any]:
+    names = copyreg._slotnames(type(module))  # type: ignore[attr-defined]
+    return {name: getattr(module, name) for name in names if hasattr(module, name)}
+
+
+def _set_slots(module: Module, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        object.__setattr__(module, name, value)
 
 
 def added(module: Module) -> dict[str, Any]:
