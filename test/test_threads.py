@@ -31,6 +31,7 @@ from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.engine.intercept import Entry
 from backpack.core.record import alive, calls
 from backpack.extensions import (
+    HMP,
     KFLR,
     BatchGrad,
     BatchL2Grad,
@@ -1111,3 +1112,38 @@ def test_two_threads_choose_kernels_of_attention() -> None:
 def test_attention_by_its_formula_within_a_choice_of_the_function() -> None:
     with math_attention(), sdpa_kernel(SDPBackend.FLASH_ATTENTION), math_attention():
         assert not torch.backends.cuda.flash_sdp_enabled()
+
+
+class Scaled(nn.Module):
+    """A module without a rule, and an option."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(4)), 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x * self.weight) * self.scale
+
+
+def test_products_leave_a_module_alone_that_another_thread_calls() -> None:
+    """A module had the options of the backward pass for a moment, and the other thread saw them."""
+    model = extend(nn.Sequential(nn.Linear(3, 4), Scaled(), nn.Linear(4, 2)))
+    x, y = torch.rand(5, 3), torch.arange(5) % 2
+    with backpack(HMP()):
+        extend(nn.CrossEntropyLoss())(model(x), y).backward()
+    product, v = model[1].weight.hmp, torch.eye(4)
+    before = product(v)
+    model[1].scale = 7.0
+    expected, wrong, is_over = model(x).detach(), [], threading.Event()
+
+    def call() -> None:
+        while not is_over.is_set():
+            wrong.append(not torch.equal(model(x).detach(), expected))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    for _ in range(50):
+        torch.testing.assert_close(product(v), before)
+    is_over.set()
+    thread.join()
+    assert wrong and not any(wrong)

@@ -258,7 +258,7 @@ class Call(PlacedCall):
         """Call ``forward`` again, as the module was, with other values for its arguments."""
         args, keywords = self.arguments(leaves)
         with self.as_it_was(), disable():
-            return self.called.forward(*args, **keywords)
+            return self.evaluated.forward(*args, **keywords)
 
     def reads_parameters(self, travels: bool, is_shown: bool) -> bool:
         """Whether derivatives depend on entries of parameters: see :func:`reading_parameters`."""

@@ -113,7 +113,7 @@ class Context:
     @property
     def evaluated(self) -> Any:
         """What is called to evaluate the call again, inside of ``call.as_it_was()``."""
-        return self.call.called if self.module is self.call.module else self.module
+        return self.call.evaluated if self.module is self.call.module else self.module
 
     @property
     def saved(self) -> dict[str, Any]:

@@ -24,7 +24,14 @@ from backpack.context import device_of_program
 from backpack.core.record import shards
 from backpack.core.record.registry import kind_of
 from backpack.core.record.shards import Shard
-from backpack.core.record.weights import IS_SOMETHING, Kept, State, state_of_one, tensors_of
+from backpack.core.record.weights import (
+    IS_SOMETHING,
+    TENSORS,
+    Kept,
+    State,
+    state_of_one,
+    tensors_of,
+)
 from backpack.custom_module.function_module import FunctionModule
 
 # An entry of a dictionary: where, its name, and the value.
@@ -113,6 +120,19 @@ class ModuleState:
         return copied(self.called, had | options)
 
     @property
+    def evaluated(self) -> Module:
+        """What is evaluated again: the copy, which other threads do not see, if there is one.
+
+        The module itself if its attributes may lead from the copy to it.
+        """
+        if self.module is self.called:
+            return self.called
+        held = (*added(self.called).values(), *_slots_of(self.called).values())
+        nested = [x if type(x) in SEQUENCES else (x,) for x in held]
+        is_apart = (PLAIN | TENSORS).issuperset(map(type, chain.from_iterable(nested)))
+        return self.module if is_apart else self.called
+
+    @property
     def state(self) -> list[State]:
         """Tell parameters and buffers, as the derivatives see them, from those before a change."""
         kept = self.kept_values
@@ -175,11 +195,12 @@ class ModuleState:
 
     @contextmanager
     def as_it_was(self, precision: torch.dtype | None = None) -> Iterator[None]:
-        """Let what was called have all that it had then, perhaps with tensors in a precision."""
-        module = self.called
-        with turn(module):
-            if self.module is module and self.has_other_options:  # another thread has just had them
+        """Let what is evaluated have all that it had then, perhaps with tensors in a precision."""
+        with turn(self.called):
+            is_shared = self.module is self.called
+            if is_shared and self.has_other_options:  # another thread has just had them
                 self.module = self.with_options()
+            module = self.evaluated
             each = [(module, self.training)]
             if self.modes:
                 each = list(zip(module.modules(), self.modes, strict=False))
