@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import random
+import sys
 import threading
 import time
 import warnings
@@ -2078,3 +2079,18 @@ def test_hooks_that_write_to_a_list_of_a_loss_that_threads_share() -> None:
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(step, [extend(nn.Linear(3, N)) for _ in range(2)]))
     assert len(set(noted)) == 2
+def test_threads_take_turns_where_hooks_let_a_module_run_again() -> None:
+    """The layer kept what calls it without hooks: it was not recorded, and could not be pickled."""
+    layer, X, interval = extend(nn.Linear(3, 2)), torch.rand(N, 3), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(layer, [X] * 2000))
+    finally:
+        hook.remove()
+        sys.setswitchinterval(interval)
+    copied = pickle.loads(pickle.dumps(layer))
+    with backpack(extensions.BatchGrad()):
+        copied(X).sum().backward()
+    assert copied.weight.grad_batch.shape == (N, 2, 3)

@@ -20,7 +20,7 @@ from backpack.core.record.generators import evaluated_apart
 from backpack.core.record.given import MARK, note_given
 from backpack.core.record.in_place import NO_COPY, keep_former, take_former, with_former
 from backpack.core.record.kept_attributes import attributes_kept
-from backpack.core.record.module_state import describe, works_in_place
+from backpack.core.record.module_state import describe, turn, works_in_place
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import derivatives_of
 from backpack.custom_module.converted_module import ConvertedModule
@@ -139,7 +139,8 @@ def _alteration(
         return None
 
     def computed_again() -> tuple[Tensor, ...]:
-        with disable(), torch.no_grad(), torch._C.DisableTorchFunction(), attributes_kept(module):
+        keeps = attributes_kept(module)
+        with turn(module), disable(), torch.no_grad(), torch._C.DisableTorchFunction(), keeps:
             buffers = {name: b.clone() for name, b in module.named_buffers()}  # it may write there
             given = args, kwargs
             if works_in_place(module):
