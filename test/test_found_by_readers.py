@@ -2094,3 +2094,13 @@ def test_threads_take_turns_where_hooks_let_a_module_run_again() -> None:
     with backpack(extensions.BatchGrad()):
         copied(X).sum().backward()
     assert copied.weight.grad_batch.shape == (N, 2, 3)
+
+
+@pytest.mark.parametrize("n", range(2, 8))
+def test_one_row_of_a_small_batch_in_which_samples_meet(n: int) -> None:
+    """Of six rows, the fifth was not looked at: there was no warning."""
+    for row in range(n):
+        y = extend(nn.Linear(3, 2))(torch.rand(n, 3))
+        z = y + F.one_hot(torch.tensor(row), n)[:, None] * y.roll(1, 0)
+        with backpack(extensions.BatchGrad()), pytest.warns(UserWarning, match="mixes the samples"):
+            extend(nn.MSELoss())(z, torch.rand(n, 2)).backward()

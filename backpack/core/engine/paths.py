@@ -208,10 +208,12 @@ def _evaluate(path: Path, axis: int, is_loss: bool, run: Run | None = None) -> b
         most = most_samples(path, [path.start], [axis], run)
         return None if most is None else most == 1
     shape, found = shape_of(*path.start).shape, False
+    behind = len(shape) - axis - 1
     numbers = torch.arange(shape[axis], device=CPU)
     bits = [(numbers >> bit) & 1 == 1 for bit in range((shape[axis] - 1).bit_length())]
     for rows in [*bits, *[~bit for bit in bits]]:  # one of them has one of any two rows alone
-        reached = _reached(path, [path.start], rows.view(-1, *(1,) * (len(shape) - axis - 1)), run)
+        chosen = (rows * _wave(len(rows), CPU, behind)).view(-1, *(1,) * behind)
+        reached = _reached(path, [path.start], chosen, run)
         if reached is None:
             return None
         if any(bool((samples & ~rows.to(samples.device)).any()) for samples in reached):
@@ -234,9 +236,10 @@ def most_samples(
     kept = [size if i in axes else 1 for i, size in enumerate(shape)]
     numel, most = math.prod(kept), 0
     # in no regular order, as those of a diagonal would be; none of an empty batch, refused later
-    spread_out = [int(numel * (k * 0.6180339887 % 1)) for k in range(1, PLACES - 1)]
-    for place in sorted({0, numel - 1, *spread_out}) if numel else []:
-        one = (torch.arange(numel, device=CPU) == place).view(kept)
+    spread_out = {int(numel * (k * 0.6180339887 % 1)) for k in range(1, PLACES - 1)}
+    for place in range(numel) if numel <= PLACES else sorted({0, numel - 1} | spread_out):
+        one = torch.zeros(kept, device=shape_of(*edges[0]).device)
+        one.view(-1)[place] = 1
         reached = _reached(path, edges, one, run)
         if reached is None:
             return None
@@ -263,13 +266,17 @@ def _reached(
 
 
 def _cotangent(node: Any, slot: int, chosen: Tensor) -> Tensor:
-    """Return a tensor whose entries differ along each axis, zero in all that are not chosen."""
+    """Return what is chosen, with entries that differ along the axes where one stands for all."""
     x = shape_of(node, slot)
     entries = chosen.to(x.device, x.dtype)
-    for i, size in enumerate(x.shape):
-        wave = torch.arange(size, device=x.device).mul(0.7391 + i).sin().add(1.5).to(x.dtype)
-        entries = entries * wave.reshape(-1, *(1,) * (len(x.shape) - i - 1))
-    return entries
+    for i, size in enumerate(reversed(x.shape)):
+        if size > 1 and (i >= chosen.dim() or chosen.shape[-1 - i] == 1):
+            entries = entries * _wave(size, x.device, i).to(x.dtype).view(-1, *(1,) * i)
+    return entries.expand(x.shape)
+
+
+def _wave(size: int, device: torch.device, i: int) -> Tensor:
+    return torch.arange(size, device=device).mul(0.7391 + i).sin().add(1.5)
 
 
 def _touched(grad: Tensor, key: Edge, mark: Origin) -> Tensor | None:
