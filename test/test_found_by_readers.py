@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from backpack import assign_samples, backpack, extend, extensions
 from backpack.core.derivatives import check_rule
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.record.layout import Layout
+from backpack.core.record.registry import derivatives_of
 from backpack.custom_module.graph_utils import ConversionError
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
@@ -2104,3 +2106,8 @@ def test_one_row_of_a_small_batch_in_which_samples_meet(n: int) -> None:
         z = y + F.one_hot(torch.tensor(row), n)[:, None] * y.roll(1, 0)
         with backpack(extensions.BatchGrad()), pytest.warns(UserWarning, match="mixes the samples"):
             extend(nn.MSELoss())(z, torch.rand(n, 2)).backward()
+@pytest.mark.parametrize("kind", [nn.Bilinear, nn.PReLU, nn.Upsample])
+def test_rules_that_moved_to_their_families_are_where_they_were(kind: Any) -> None:
+    name = kind.__name__
+    rule = getattr(import_module(f"backpack.core.derivatives.{name.lower()}"), f"{name}Derivatives")
+    assert rule is type(derivatives_of(kind(2, 2, 2) if kind is nn.Bilinear else kind()))

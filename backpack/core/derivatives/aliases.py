@@ -26,7 +26,7 @@ from backpack.custom_module.slicing import Slicing
 NAMED_ALIKE = (
     *(nn.ELU, nn.LeakyReLU, nn.LogSigmoid, nn.ReLU, nn.SELU, nn.Sigmoid, nn.Tanh),
     *(nn.Dropout, nn.Flatten, nn.ZeroPad2d, Pad, Permute, Slicing),
-    *(nn.LSTM, nn.RNN, nn.MSELoss),
+    *(nn.LSTM, nn.RNN, nn.MSELoss, nn.Bilinear, nn.PReLU, nn.Upsample),
 )
 # ``conv1d.Conv1DDerivatives`` and the like.
 OF_EACH_DIMENSION = {
