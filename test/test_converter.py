@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import math
 import operator
 import random
@@ -12,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -1717,8 +1719,124 @@ def test_questions_that_nothing_can_answer(
     assert torch.equal(extend(Asking(), use_converter=True)(X), 2 * X)
 
 
-def asked_for_it(x: Tensor) -> Any:
+def asked_for_it(*inputs: Any) -> Any:
     """Stands for the questions of a test."""
+
+
+class Kept:
+    """What a model holds; a number is computed when it is first read."""
+
+    dtype = None
+
+    @cached_property
+    def scale(self) -> float:
+        return 0.5
+
+
+class Records(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[Any] = []
+
+    def emit(self, record: Any) -> None:
+        self.records.append(record)
+
+
+def logs(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    m.held.debug("not shown")
+    m.held.warning("shown")
+    return x + y
+
+
+def names_its_class(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"This is {type(x)}.")
+    layer = m.linear
+    return layer(x) if type(layer) is nn.Linear else x
+
+
+def asks_others(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    kept, dtype = m.held, x.dtype
+    has_none = y is None
+    if kept.dtype is not None or (m.held is None and x.dtype is torch.float16):
+        return x
+    return x if has_none else y.to(dtype)
+
+
+def read_only() -> numpy.ndarray:
+    array = numpy.ones(1)
+    array.flags.writeable = False
+    return array
+
+
+def sparsely_filled() -> set[int]:
+    filled = set(range(100))
+    for i in range(100):
+        if i not in (1, 8, 64):
+            filled.discard(i)
+    return filled
+
+
+def logger() -> logging.Logger:
+    made = logging.Logger("of a model", logging.INFO)
+    made.addHandler(Records())
+    return made
+
+
+@pytest.mark.parametrize(
+    ("hold", "function"),
+    [
+        (Kept, lambda m, x, y: x * m.held.scale),
+        (Kept, asks_others),
+        (Kept, names_its_class),
+        (logger, logs),
+        (sparsely_filled, lambda m, x, y: x * len(m.held)),
+        (read_only, lambda m, x, y: x * float(m.held[0])),
+        (lambda: [torch.eye(6).to_sparse()], lambda m, x, y: torch.sparse.mm(m.held[0], x[0, 0])),
+        (lambda: [torch.ones(2).to_mkldnn(), torch.ones(2, dtype=torch.float8_e5m2)], None),
+        (lambda: [torch.empty(2, dtype=torch.bits8), torch.empty(2, device="meta")], None),
+        (lambda: [torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)])], None),
+    ],
+)
+def test_what_is_held_and_asked_without_a_change(
+    hold: Callable[[], Any], function: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models that were converted rightly were refused, or the program had warnings."""
+
+    class Asking(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            return asked_for_it(self, x, y)
+
+    monkeypatch.setitem(globals(), "asked_for_it", function or (lambda m, x, y: x + y))
+    net: Any = Asking()
+    net.held = hold()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "No rule")
+        converted = convert_module_to_backpack(net, False)
+    assert_same(converted, net, X, Y)
+    if function is logs:
+        assert {r.getMessage() for r in net.held.handlers[0].records} == {"shown"}
+
+
+class Branches(nn.Module):
+    """Has options of names that graphs have, too, and one that differs from itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches, self.code, self.report, self.fill = 3, 2, True, math.nan
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.branches * self.code
+        return F.pad(y, (1, 1), value=self.fill) if self.report else x
+
+
+def test_options_that_have_the_names_of_other_attributes() -> None:
+    """Each call said that they had changed."""
+    for copied in (lambda m: m, copy.deepcopy, save_and_load):
+        assert_same(copied(convert(Branches())), Branches(), X)
 
 
 def test_sentinels_and_constants_that_are_no_numbers() -> None:

@@ -6,6 +6,9 @@ import operator
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import cached_property, partial
+from inspect import getattr_static
+from logging import Filterer
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -21,6 +24,8 @@ from backpack.core.record.weights import storage_of, version_of
 COLLECTIONS = (list, deque, dict, set)
 # Bytes of a tensor: a larger one is not copied, changes are found if torch counts them.
 LARGE = 1 << 26
+# What is not looked into.
+UNSEEN = (Tensor, Graph, type, FunctionType, ModuleType, Filterer)
 # How many values are looked at that attributes lead to.
 MAX_HELD = 10_000
 
@@ -36,11 +41,10 @@ class _Values(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> _Values:
         """Note what is in a tensor."""
-        has_arithmetic = not tensor.is_quantized and (
-            tensor.element_size() > 1 or not tensor.is_floating_point()
-        )
-        is_copied = storage_of(tensor) and has_arithmetic and tensor.nbytes <= LARGE
-        was = tensor.detach().clone() if is_copied else None
+        was = None
+        with suppress(RuntimeError):  # of a few kinds, torch copies none
+            if storage_of(tensor) and tensor.nbytes <= LARGE:
+                was = tensor.detach().clone()
         return cls(tensor, tensor.data, version_of(tensor), was)
 
     def has_changed(self) -> bool:
@@ -61,13 +65,15 @@ class _Values(NamedTuple):
 class Held:
     """The attributes of modules, and what these lead to: collections, objects, tensors, arrays.
 
-    Of values, no more than some thousands. What iterators and functions hold is not seen.
+    Of values, no more than some thousands. What iterators and functions hold is not seen, nor what
+    is no matter of what is computed: loggers, and numbers that a ``cached_property`` keeps.
     """
 
     def __init__(self, modules: Iterable[Module]) -> None:
         self.attributes = [(module, dict(vars(module))) for module in modules]
-        self.collections: list[tuple[str, Any, Any]] = []
+        self.collections: list[tuple[str, Any, Any, list[Any]]] = []
         self.values: list[tuple[str, _Values]] = []
+        self.objects: list[tuple[Any, set[str]]] = [(m, set(own)) for m, own in self.attributes]
         self._seen: dict[int, Any] = {id(module): module for module, _ in self.attributes}
         for module, attributes in self.attributes:
             for name, value in attributes.items():
@@ -85,19 +91,26 @@ class Held:
             elif type(value) is Tensor:
                 self.values.append((owner, _Values.of(value)))
             elif is_array(value):
+                if not value.flags.writeable:  # torch would warn
+                    continue
                 with suppress(TypeError, ValueError):  # one that no tensor can be made of
                     self.values.append((owner, _Values.of(torch.from_numpy(value))))
             elif isinstance(value, COLLECTIONS):
                 kind = next(kind for kind in COLLECTIONS if isinstance(value, kind))
-                self.collections.append((owner, value, kind(value)))
+                self.collections.append((owner, value, kind(value), _entries(value)))
                 waiting += _entries(value)
-            elif not isinstance(value, (Tensor, Graph, type, FunctionType, ModuleType)):
+            elif not isinstance(value, UNSEEN):
                 own = getattr(value, "__dict__", None)
-                waiting += [own] if type(own) is dict else []
+                if type(own) is dict:
+                    self.objects.append((value, set(own)))
+                    waiting.append(own)
 
     def put_back(self) -> list[str]:
         """Put all back but the constants of a graph; return which attributes have changed."""
         changed = []
+        for one, names in self.objects:
+            for name in filter(partial(_keeps_number, one), vars(one).keys() - names):
+                del vars(one)[name]
         for module, before in self.attributes:
             own = vars(module)
             constants = constants_of(module)
@@ -107,8 +120,8 @@ class Held:
                     changed.append(_called(name, module))
             own.clear()
             own.update({**before, **constants})
-        for owner, collection, was in self.collections:
-            now, entries = _entries(collection), _entries(was)
+        for owner, collection, was, entries in self.collections:
+            now = _entries(collection)
             if len(now) != len(entries) or not all(map(operator.is_, now, entries)):
                 changed.append(owner)
                 collection.clear()
@@ -128,10 +141,19 @@ def _entries(collection: Any) -> list[Any]:
     return [*collection, *(collection.values() if isinstance(collection, dict) else ())]
 
 
+def _keeps_number(one: Any, name: str) -> bool:
+    """Whether an attribute of an object was computed when it was first read, and is plain."""
+    known = getattr_static(type(one), name, None)
+    return isinstance(known, cached_property) and type(vars(one)[name]) in PLAIN
+
+
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+    try:
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return bool(((one == other) | ((one != one) & (other != other))).all())
+    except RuntimeError:  # sparse, without memory, or of a kind that torch does not compare
+        return True
 
 
 def constants_of(root: Module) -> dict[str, Tensor]:

@@ -8,9 +8,9 @@ import dis
 import linecache
 import math
 import operator
+import re
 import sys
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -72,6 +72,14 @@ NO_MODES = (
     "torch.fx does not record torch.no_grad(), torch.autocast(), questions such as "
     "torch.is_grad_enabled(), and seeds inside of a forward pass. Use x.detach() for the first and "
     "x.to(dtype) for autocast."
+)
+# Steps of Python that compare a training mode, or a class, which no proxy can answer.
+ASKS_MODE = re.compile(r"LOAD_ATTR 'training'\nLOAD_CONST (?:True|False)\nIS_OP ")
+_TYPE = r"LOAD_GLOBAL 'type'\nLOAD_FAST\w* (?!'self')'\w+'\n(?:PRECALL .*\n)?CALL\w* .*\n"
+_NAMED, _READ = r"LOAD_(?:GLOBAL|ATTR|DEREF) 'Tensor'\n", r"(?:LOAD|BUILD)_.*\n"
+ASKS_CLASS = re.compile(
+    rf"{_TYPE}(?:{_READ})*?{_NAMED}|{_NAMED}(?:{_TYPE}|{_READ})*(?:IS|COMPARE|CONTAINS)_OP |"
+    r"(?:^|\n)MATCH_(?:CLASS|SEQUENCE|MAPPING) "
 )
 CHANGING = (
     "The forward pass changes something that it depends on, such as a global variable, an "
@@ -169,6 +177,11 @@ class _Proxy(Proxy):
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
     def __getattr__(self, name: str) -> Attribute:
+        if name in COMPARED and _is_compared():
+            raise TraceError(
+                f"compares what a tensor has ({', '.join(COMPARED)}) by identity (is), which "
+                "nothing can follow: write ==."
+            )
         return _Attribute(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -313,31 +326,36 @@ def _hidden_question(code: CodeType, names: dict[str, Any]) -> str:
     for name in code.co_names:
         if any(names.get(name) is function for function in _TOLD):
             return f"asks {name}(). {NO_MODES}"
-    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
-    asked: deque[bool] = deque(maxlen=4)  # whether the last steps read what a tensor has
-    for first, (name, value), (last, _) in zip(steps, steps[1:], steps[2:], strict=False):
-        if first == ("LOAD_ATTR", "training") and isinstance(value, bool) and last == "IS_OP":
-            return (
-                "compares its training mode by identity (self.training is True), which nothing can "
-                "follow: write if self.training."
-            )
-        is_local = first[0].startswith("LOAD_FAST") and first[1] != "self"
-        asked.append(is_local and name == "LOAD_ATTR" and value in COMPARED)
-        if (last == "IS_OP" and any(asked)) or (last.endswith("NONE") and asked[-1]):
-            return (
-                f"compares what a tensor has ({', '.join(COMPARED)}) by identity (is), which "
-                "nothing can follow: write ==."
-            )
-        compares = value == "Tensor" and last in ("IS_OP", "COMPARE_OP")
-        takes_class = first == ("LOAD_GLOBAL", "type") and name.startswith("LOAD_FAST")
-        compares |= takes_class and value != "self" and "Tensor" in code.co_names
-        if compares or name in ("MATCH_CLASS", "MATCH_SEQUENCE", "MATCH_MAPPING"):
-            return (
-                "asks what something is by match, or by type(x) is Tensor, which nothing can "
-                "follow: write if isinstance(x, Tensor), or use extend(model, "
-                "use_converter='record')."
-            )
+    steps = "".join(f"{step.opname} {step.argval!r}\n" for step in dis.get_instructions(code))
+    if ASKS_MODE.search(steps):
+        return (
+            "compares its training mode by identity (self.training is True), which nothing can "
+            "follow: write if self.training."
+        )
+    if ASKS_CLASS.search(steps):
+        return (
+            "asks what something is by match, or by type(x) is Tensor, which nothing can "
+            "follow: write if isinstance(x, Tensor), or use extend(model, "
+            "use_converter='record')."
+        )
     return ""
+
+
+def _is_compared() -> bool:
+    """Whether the steps of the user that come next compare by identity what is read now."""
+    frame: Any = sys._getframe(1)
+    while frame.f_globals is globals():
+        frame = frame.f_back
+    others = 0  # values that are read after it
+    for step in dis.get_instructions(frame.f_code) if _is_users(frame) else ():
+        if step.offset <= frame.f_lasti or step.opname == "EXTENDED_ARG":
+            continue
+        if step.opname == "IS_OP" or step.opname.endswith("NONE"):  # a jump
+            return others < 2
+        if not step.opname.startswith("LOAD"):
+            return False
+        others += step.opname.count("LOAD_") if step.opname != "LOAD_ATTR" else 0
+    return False
 
 
 class BackpackTracer(Tracer):
@@ -395,15 +413,18 @@ class BackpackTracer(Tracer):
             )
         as_they_are: tuple[str, ...] = ()  # with all that is in them
         modules = root.named_modules(remove_duplicate=False) if isinstance(root, Module) else ()
+        known: dict[type[Module], set[str]] = {}  # names that are used, by classes
         for name, m in modules:
             if name and self.is_leaf_module(m, name):
                 as_they_are += (f"{name}.",)
             if f"{name}.".startswith(as_they_are):
                 continue
-            codes = list(_codes(type(m)))
-            for question in filter(None, starmap(_hidden_question, codes)):
-                raise ConversionError(f"The forward of {type(m).__name__} {question}")
-            read = {n: getattr_static(m, n, m) for code, _ in codes for n in code.co_names}
+            if type(m) not in known:
+                codes = list(_codes(type(m)))
+                for question in filter(None, starmap(_hidden_question, codes)):
+                    raise ConversionError(f"The forward of {type(m).__name__} {question}")
+                known[type(m)] = {name for code, _ in codes for name in code.co_names}
+            read = {n: getattr_static(m, n, m) for n in known[type(m)]}
             self.options[name] = {n: x for n, x in read.items() if _is_option(n, x)}
         with TRACING:
             return self._trace(root, concrete_args)

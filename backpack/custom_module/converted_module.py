@@ -103,6 +103,7 @@ class ConvertedModule(GraphModule):
             (self.get_submodule(part) if part else None, name, copy.copy(value))
             for part, values in options.items()
             for name, value in values.items()
+            if part or getattr(self, name, value) is value  # not one of a graph of the same name
         ]
 
     def _find_parts(self, called: Set[str], modes: Mapping[str, bool | None]) -> Iterator[Part]:
@@ -124,7 +125,8 @@ class ConvertedModule(GraphModule):
         """Refuse changes of parts that the graph does not follow; warn of new hooks and layers."""
         for owner, name, value in self._options:
             now = getattr(self if owner is None else owner, name, value)
-            if now is not value and (type(now) is not type(value) or now != value):
+            is_same = now is value or (type(now) is type(value) and now == value)
+            if not is_same and repr(now) != repr(value):  # as those of nan are, which differ
                 kind = type(self if owner is None else owner).__name__
                 raise RuntimeError(
                     f"{name!r} of {kind} was {value!r} when the model was converted, and is "
