@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten
 
 from backpack import extend
+from backpack.convert import held
 from backpack.convert.recording import is_recorded
 from backpack.core.record.functions import TABLE, Row
 from backpack.core.record.lookup import look_up
@@ -1819,6 +1820,19 @@ def test_what_is_held_and_asked_without_a_change(
     assert_same(converted, net, X, Y)
     if function is logs:
         assert {r.getMessage() for r in net.held.handlers[0].records} == {"shown"}
+
+
+def test_few_tensors_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that was not large was, however many a model holds; changes are found in the others."""
+    monkeypatch.setattr(held, "SPACE", 100)
+    net: Any = nn.Module()
+    net.bank = [torch.zeros(20), torch.zeros(20)]
+    kept = held.Held([net])
+    assert sum(values.was is not None for _, values in kept.values) == 1
+    for tensor in net.bank:
+        before = held.Held([net])
+        tensor.add_(1)
+        assert before.put_back() == ["'bank' of Module"]
 
 
 class Branches(nn.Module):

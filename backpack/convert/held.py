@@ -22,8 +22,8 @@ from backpack.core.record.module_state import PLAIN
 from backpack.core.record.weights import storage_of, version_of
 
 COLLECTIONS = (list, deque, dict, set)
-# Bytes of a tensor: a larger one is not copied, changes are found if torch counts them.
-LARGE = 1 << 26
+# Bytes of tensors that are copied: of others, changes are found if torch counts them.
+SPACE = 1 << 28
 # What is not looked into.
 UNSEEN = (Tensor, Graph, type, FunctionType, ModuleType, Filterer)
 # How many values are looked at that attributes lead to.
@@ -37,15 +37,6 @@ class _Values(NamedTuple):
     data: Tensor
     version: int
     was: Tensor | None
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Values:
-        """Note what is in a tensor."""
-        was = None
-        with suppress(RuntimeError):  # of a few kinds, torch copies none
-            if storage_of(tensor) and tensor.nbytes <= LARGE:
-                was = tensor.detach().clone()
-        return cls(tensor, tensor.data, version_of(tensor), was)
 
     def has_changed(self) -> bool:
         """Whether other values are in it, or it has other memory."""
@@ -73,6 +64,7 @@ class Held:
         self.attributes = [(module, dict(vars(module))) for module in modules]
         self.collections: list[tuple[str, Any, Any, list[Any]]] = []
         self.values: list[tuple[str, _Values]] = []
+        self.space = SPACE
         self.objects: list[tuple[Any, set[str]]] = [(m, set(own)) for m, own in self.attributes]
         self._seen: dict[int, Any] = {id(module): module for module, _ in self.attributes}
         for module, attributes in self.attributes:
@@ -89,12 +81,12 @@ class Held:
             if isinstance(value, tuple):
                 waiting += value
             elif type(value) is Tensor:
-                self.values.append((owner, _Values.of(value)))
+                self._note_values(owner, value)
             elif is_array(value):
                 if not value.flags.writeable:  # torch would warn
                     continue
                 with suppress(TypeError, ValueError):  # one that no tensor can be made of
-                    self.values.append((owner, _Values.of(torch.from_numpy(value))))
+                    self._note_values(owner, torch.from_numpy(value))
             elif isinstance(value, COLLECTIONS):
                 kind = next(kind for kind in COLLECTIONS if isinstance(value, kind))
                 self.collections.append((owner, value, kind(value), _entries(value)))
@@ -104,6 +96,14 @@ class Held:
                 if type(own) is dict:
                     self.objects.append((value, set(own)))
                     waiting.append(own)
+
+    def _note_values(self, owner: str, tensor: Tensor) -> None:
+        was = None
+        with suppress(RuntimeError):  # of a few kinds, torch copies none
+            if storage_of(tensor) and tensor.nbytes <= self.space:
+                was = tensor.detach().clone()
+                self.space -= tensor.nbytes
+        self.values.append((owner, _Values(tensor, tensor.data, version_of(tensor), was)))
 
     def put_back(self) -> list[str]:
         """Put all back but the constants of a graph; return which attributes have changed."""
