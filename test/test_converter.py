@@ -1850,7 +1850,7 @@ class Branches(nn.Module):
 def test_options_that_have_the_names_of_other_attributes() -> None:
     """Each call said that they had changed."""
     for copied in (lambda m: m, copy.deepcopy, save_and_load):
-        assert_same(copied(convert(Branches())), Branches(), X)
+        assert_same(copied(extend(Branches(), use_converter="trace")), Branches(), X)
 
 
 def test_sentinels_and_constants_that_are_no_numbers() -> None:
