@@ -2081,6 +2081,8 @@ def test_hooks_that_write_to_a_list_of_a_loss_that_threads_share() -> None:
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(step, [extend(nn.Linear(3, N)) for _ in range(2)]))
     assert len(set(noted)) == 2
+
+
 def test_threads_take_turns_where_hooks_let_a_module_run_again() -> None:
     """The layer kept what calls it without hooks: it was not recorded, and could not be pickled."""
     layer, X, interval = extend(nn.Linear(3, 2)), torch.rand(N, 3), sys.getswitchinterval()
@@ -2106,8 +2108,58 @@ def test_one_row_of_a_small_batch_in_which_samples_meet(n: int) -> None:
         z = y + F.one_hot(torch.tensor(row), n)[:, None] * y.roll(1, 0)
         with backpack(extensions.BatchGrad()), pytest.warns(UserWarning, match="mixes the samples"):
             extend(nn.MSELoss())(z, torch.rand(n, 2)).backward()
+
+
 @pytest.mark.parametrize("kind", [nn.Bilinear, nn.PReLU, nn.Upsample])
 def test_rules_that_moved_to_their_families_are_where_they_were(kind: Any) -> None:
     name = kind.__name__
     rule = getattr(import_module(f"backpack.core.derivatives.{name.lower()}"), f"{name}Derivatives")
     assert rule is type(derivatives_of(kind(2, 2, 2) if kind is nn.Bilinear else kind()))
+
+
+class WithNumber(nn.Module):
+    """Returns a number, such as a penalty, beside what has samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x * self.weight).sin(), self.weight.square().sum()
+
+
+class ByNumber(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.layer = WithNumber(), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, number = self.part(x)
+        return self.layer(y) * number
+
+
+def test_modules_that_return_a_number_beside_samples() -> None:
+    """First order ended in an IndexError of torch."""
+    X, y = torch.rand(N, 3), torch.arange(N) % 2
+    model = extend(ByNumber())
+    with (
+        backpack(extensions.BatchGrad()),
+        pytest.warns(UserWarning, match=r"'part' .* returns a number"),
+    ):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    assert not hasattr(model.part.weight, "grad_batch")
+    model = extend(ByNumber(), use_converter=True)
+    with backpack(extensions.BatchGrad()):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    assert_close(model.part.weight.grad_batch.sum(0), model.part.weight.grad)
+
+
+def test_parameters_that_a_module_gets_after_the_forward_pass() -> None:
+    """They were a KeyError."""
+    model = extend(nn.Sequential(ByNumber().part))
+    y, _ = model(torch.rand(N, 3))
+    loss = y.sum()
+    model[0].new = nn.Parameter(torch.rand(2))
+    with backpack(extensions.BatchGrad()):
+        loss.backward()
+    assert_close(model[0].weight.grad_batch.sum(0), model[0].weight.grad)

@@ -166,7 +166,7 @@ def evaluated_again(evaluation: Evaluation) -> tuple[list[Parameter], bool]:
     """
     c = evaluation.c
     with c.call.as_it_was():  # it may have tied some since
-        own = {name: c.params[name] for name in evaluation.rule.own(c.evaluated)}
+        own = {n: c.params[n] for n in evaluation.rule.own(c.evaluated) if n in c.params}
     trained = ((n, p) for n, p in own.items() if p is not None and p.requires_grad)
     values: dict[Any, Tensor] = {n: p.detach() for n, p in trained}  # `evaluate` copies the others
     inputs = [x.detach() if isinstance(x, Tensor) else x for x in evaluation.inputs]

@@ -130,6 +130,14 @@ class UnknownModuleDerivatives(FunctionDerivatives):
         reason = super().unsupported_reason(c)
         if reason is not None:
             return reason
+        reached = zip(c.call.shape_out, c.call.g_out, strict=True)
+        numbers = [not shape for shape, grad in reached if grad is not None]
+        if any(numbers) and not all(numbers) and not c.call.is_followed:
+            return (
+                f"{describe(module)} returns a number beside what has samples, and the loss "
+                "depends on it: what each sample has to do with it is not known. Use "
+                "extend(model, use_converter=True), or return one number for each sample."
+            )
         if not saved.get("one_row", True):
             return (
                 f"{describe(module)} returns several rows for each sample. Reshape outside of the "
