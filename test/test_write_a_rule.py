@@ -603,6 +603,62 @@ def test_a_parameter_that_is_stored_transposed(outputs: int) -> None:
         check_rule(StoredTransposed(4, outputs), torch.randn(5, 4))
 
 
+class OfInputFirst(StoredTransposed):
+    """With factors of its own."""
+
+
+@register(OfInputFirst)
+class OfInputFirstDerivatives(StoredTransposedDerivatives):
+    def assemble(self, c: Any, name: str, parts: Any) -> Any:
+        return parts[0].mT
+
+    def kron_rows(self, c: Any, name: str, v: Any, *approximation: Any) -> Any:
+        return v.unsqueeze(2)
+
+    def kron_inputs(self, c: Any, name: str, *approximation: Any) -> Any:
+        return [c.x.T @ c.x / len(c.x)]
+
+
+def test_factors_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message did not name what says the order."""
+    message = r"kron_rows.*kronecker_input_first=False.*deviate"
+    with pytest.raises(AssertionError, match=message):
+        check_rule(OfInputFirst(4, 3), torch.randn(5, 4))
+    monkeypatch.setattr(OfInputFirstDerivatives, "kronecker_input_first", True)
+    check_rule(OfInputFirst(4, 3), torch.randn(5, 4))
+
+
+class ByNumber(nn.Module):
+    """y = g x, with a number g."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * x
+
+
+@register(ByNumber)
+class ByNumberDerivatives(BaseDerivatives):
+    params = ("gain",)
+
+    def vjp(self, c: Any, v: Any) -> Any:
+        return v * c.params["gain"]
+
+    def affine(self, c: Any, name: str, v: Any) -> Any:
+        return [((v * c.x).sum(-1, keepdim=True), None)]
+
+    def assemble(self, c: Any, name: str, parts: Any) -> Any:
+        return parts[0].squeeze(-1)
+
+
+def test_a_parameter_without_axes() -> None:
+    """It was an IndexError of torch."""
+    check_rule(ByNumber(), torch.randn(5, 4))
+    check_rule(ByNumber(), torch.randn(5, 2, 4))
+
+
 class Cubed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x**3

@@ -486,12 +486,14 @@ def _of_parameter(
         _check_pairs(rule, c, name, pairs)
     method, use = blamed("vjp_sum", "the sum over the samples")
     yield Comparison(method, partial(rule.param_vjp_sum, c, name, v), [each.sum(1)], use)
-    weights = rand_like(each.flatten(2)[..., 0])
+    entries = each.reshape(*each.shape[:2], -1)
+    weights = rand_like(entries[..., 0])
     method, use = blamed("reduced", "squares and norms")
     for wanted in (reductions.NAMES, *({one} for one in sorted(reductions.NAMES))):
         expected = reductions.of_products(each, wanted, weights)
         found = partial(_reduced, rule, c, name, v, expected, weights)
         yield Comparison(method, found, [*expected.values()], use)
+    order = f"kronecker_input_first={rule.kronecker_input_first}"
     axis = rule.axis_out(c, 0)
     numbers = c.numbers(c.output.shape[axis])
     is_used_once = c.output.dim() == 2  # for all that is known
@@ -499,8 +501,9 @@ def _of_parameter(
         is_used_once = all(s.dim() == 3 or s.shape[2:-1].numel() == 1 for s, _ in pairs)
     if isinstance(v, Tensor) and is_used_once:
         # of one sample at one position, the product of Kronecker factors is the block
-        first, at = each[:, 0].flatten(1), c.at(numbers[:1])
-        method, use = blamed(_written(rule, "kron_rows", "kron_inputs"), "Kronecker factors")
+        first, at = entries[:, 0], c.at(numbers[:1])
+        use = f"Kronecker factors, {order}"
+        method, _ = blamed(_written(rule, "kron_rows", "kron_inputs"), use)
         compute = partial(_block, rule, at, name, v.narrow(1 + axis, 0, 1))
         yield Comparison(method, compute, [first.T @ first], use)
     if not _is_generic(rule, "kron_inputs"):
@@ -513,7 +516,7 @@ def _of_parameter(
         ((s, x),) = pairs
         method = f"{_written(rule, 'kron_rows', 'kron_inputs')} of {name!r}"
         for approximation in (None, "expand", "reduce"):
-            use = f"the factors of `affine` with approximation={approximation!r}"
+            use = f"the factors of `affine` with approximation={approximation!r}, {order}"
             compute = partial(_block, rule, c, name, v, approximation)
             block = _block_of_pair(rule, c, name, s, x, approximation)
             yield Comparison(method, compute, [block], use)
