@@ -2086,11 +2086,11 @@ def test_hooks_that_write_to_a_list_of_a_loss_that_threads_share() -> None:
 def test_threads_take_turns_where_hooks_let_a_module_run_again() -> None:
     """The layer kept what calls it without hooks: it was not recorded, and could not be pickled."""
     layer, X, interval = extend(nn.Linear(3, 2)), torch.rand(N, 3), sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
+    sys.setswitchinterval(1e-4)
     hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
         with ThreadPoolExecutor(4) as threads:
-            list(threads.map(layer, [X] * 2000))
+            list(threads.map(layer, [X] * 400))
     finally:
         hook.remove()
         sys.setswitchinterval(interval)
