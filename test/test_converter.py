@@ -1698,6 +1698,7 @@ QUESTIONS: list[tuple[Callable[[Tensor], Any], str]] = [
     (lambda x: by_match(x), "asks what something is"),
     (lambda x: issubclass(type(x), Tensor), "asks what something is"),
     (lambda x: type(x) in (Tensor,), "asks what something is"),
+    (lambda x: type(x).__name__ == "Tensor", "asks what something is"),
     (lambda x: x.dtype is torch.float32, "by identity"),
     (lambda x: x.requires_grad is False, "by identity"),
     (lambda x: x.grad_fn is None, "by identity"),

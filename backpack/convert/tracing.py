@@ -76,7 +76,7 @@ NO_MODES = (
 # Steps of Python that compare a training mode, or a class, which no proxy can answer.
 ASKS_MODE = re.compile(r"LOAD_ATTR 'training'\nLOAD_CONST (?:True|False)\nIS_OP ")
 _TYPE = r"LOAD_GLOBAL 'type'\nLOAD_FAST\w* (?!'self')'\w+'\n(?:PRECALL .*\n)?CALL\w* .*\n"
-_NAMED, _READ = r"LOAD_(?:GLOBAL|ATTR|DEREF) 'Tensor'\n", r"(?:LOAD|BUILD)_.*\n"
+_NAMED, _READ = r"LOAD_(?:GLOBAL|ATTR|DEREF|CONST) 'Tensor'\n", r"(?:LOAD|BUILD)_.*\n"
 ASKS_CLASS = re.compile(
     rf"{_TYPE}(?:{_READ})*?{_NAMED}|{_NAMED}(?:{_TYPE}|{_READ})*(?:IS|COMPARE|CONTAINS)_OP |"
     r"(?:^|\n)MATCH_(?:CLASS|SEQUENCE|MAPPING) "
