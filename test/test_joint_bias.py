@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from backpack import backpack, clear, extend, linalg, optim
 from backpack.core import fast
-from backpack.core.derivatives import LinearDerivatives
+from backpack.core.derivatives import BaseDerivatives, LinearDerivatives
 from backpack.core.engine.backpropagation import slice_bytes
 from backpack.core.record.registry import REGISTRY
 from backpack.extensions import EKFAC, KFAC, KFLR
@@ -525,7 +525,12 @@ def test_rules_with_other_mathematics_do_not_inherit() -> None:
         def param_vjp(self, c: Any, name: str, v: Tensor) -> Tensor:
             return 2 * super().param_vjp(c, name, v)
 
+    class Own(BaseDerivatives):
+        def kron_joint_input(self, *arguments: Any) -> Tensor:
+            return torch.ones(1, 1)
+
     assert LinearDerivatives().joins_bias and not Rule().joins_bias
+    assert Own().joins_bias  # a factor of its own is one to be used
     assert Scaled not in REGISTRY
 
 

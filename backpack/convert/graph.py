@@ -404,6 +404,7 @@ class _Converter:
     _convert_call_method = _convert_call_function
 
     def _out_of_place(self, node: Node, function: Function) -> Node:
+        target: Any = node.target
         args, kwargs = node.args, {k: v for k, v in node.kwargs.items() if k != "inplace"}
         row, name, what_kind = function.row, lookup.name_of(function), lookup.kind_of_call(node)
         if row is not None and row.layer is not None:
@@ -415,7 +416,7 @@ class _Converter:
         if what is None or what.takes_flag:  # which a function follows
             result = self._as_function(node, function)
         else:
-            result = self._apply(node, what, name, describe_function(node.target))  # type: ignore[arg-type]
+            result = self._apply(node, what, name, describe_function(target))
         result.meta["backpack_kind"] = what_kind
         is_view = (row is not None and row.is_view) or name in SHARING
         read = lookup.nodes_in(args, kwargs)
@@ -431,9 +432,10 @@ class _Converter:
 
     def _as_function(self, node: Node, function: Function) -> Node:
         """Insert the call of a function as a module."""
+        called: Any = node.target
         target, args = function.target, node.args
         kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
-        name, source = lookup.name_of(function), describe_function(node.target)  # type: ignore[arg-type]
+        name, source = lookup.name_of(function), describe_function(called)
         if function.on_clone:
             args, target = (str(target), *args), lookup.change_clone
         inputs = lookup.nodes_in(kwargs.get("input"), args, kwargs.get("target"), kwargs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cached_property, partial
@@ -18,10 +17,10 @@ from torch.fx import Graph
 from torch.nn import Module
 
 from backpack.core.record.generators import is_array
+from backpack.core.record.kept_attributes import COLLECTIONS, refill
 from backpack.core.record.module_state import PLAIN
 from backpack.core.record.weights import storage_of, version_of
 
-COLLECTIONS = (list, deque, dict, set)
 # Bytes of tensors that are copied: of others, changes are found if torch counts them.
 SPACE = 1 << 28
 # What is not looked into.
@@ -88,7 +87,7 @@ class Held:
                 with suppress(TypeError, ValueError):  # one that no tensor can be made of
                     self._note_values(owner, torch.from_numpy(value))
             elif isinstance(value, COLLECTIONS):
-                kind = next(kind for kind in COLLECTIONS if isinstance(value, kind))
+                kind: Any = next(kind for kind in COLLECTIONS if isinstance(value, kind))
                 self.collections.append((owner, value, kind(value), _entries(value)))
                 waiting += _entries(value)
             elif not isinstance(value, UNSEEN):
@@ -124,8 +123,7 @@ class Held:
             now = _entries(collection)
             if len(now) != len(entries) or not all(map(operator.is_, now, entries)):
                 changed.append(owner)
-                collection.clear()
-                (collection.update if isinstance(was, dict | set) else collection.extend)(was)
+                refill(collection, was)
         for owner, values in self.values:
             if values.has_changed():
                 changed.append(owner)

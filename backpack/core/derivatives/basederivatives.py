@@ -98,6 +98,8 @@ class BaseDerivatives(ParameterProducts):
             if not known and overridden & (methods or overridden):
                 for name in names:
                     setattr(cls, name, getattr(BaseDerivatives, name))
+        if "kron_joint_input" in own and "joins_bias" not in own:
+            cls.joins_bias = True
         is_generic = super(cls, cls).affine_inputs is BaseDerivatives.affine_inputs
         if "affine_inputs" in own and ("affine" in own or not is_generic):
             cls.read_by_affine = own["affine_inputs"]

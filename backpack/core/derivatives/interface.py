@@ -151,8 +151,11 @@ class Interface:
     ) -> Tensor:
         """Apply the transposed Jacobian with respect to a parameter, ``J_pᵀ mat``.
 
-        ``[V, *out] -> [V, *p]`` if summed over the samples, else ``[V, N, *p]``. A parameter that
-        is not there is a ``ValueError``.
+        Returns:
+            ``[V, *out] -> [V, *p]`` if summed over the samples, else ``[V, N, *p]``.
+
+        Raises:
+            ValueError: If a shape does not match, or there is no such parameter.
         """
         self._check_name(module, param_str)
         c = at_hand(module, g_out, subsampling)
@@ -203,8 +206,9 @@ class Interface:
     ) -> dict[str, Tensor]:
         """Reduce ``J_pᵀ mat`` of each sample in several ways at once.
 
-        By the names of :mod:`backpack.core.derivatives.reductions`; squares have weights
-        ``[V, N]``.
+        Returns:
+            What is wanted, by the names of :mod:`backpack.core.derivatives.reductions`; squares
+            are multiplied with weights ``[V, N]``.
         """
         self._check_name(module, param_str)
         c = at_hand(module, g_out, subsampling)
@@ -217,7 +221,10 @@ class Interface:
     ) -> Tensor:
         """Diagonal of the second derivative ``sum_k g_out_k ∇²_x y_k``: ``[*in]``.
 
-        Only for modules whose second derivative is diagonal. To lack ``g_out`` is a ``ValueError``.
+        Only for modules whose second derivative is diagonal.
+
+        Raises:
+            ValueError: If ``g_out`` is missing.
         """
         self._need_g_out(module, g_out)
         c = at_hand(module, g_out, subsampling)
@@ -228,7 +235,8 @@ class Interface:
     ) -> Any:
         """Apply the second derivative, ``(sum_k g_out_k ∇²_x y_k) mat``: ``[V, *in] -> [V, *in]``.
 
-        To lack ``g_out`` is a ``ValueError``.
+        Raises:
+            ValueError: If a shape does not match, or ``g_out`` is missing.
         """
         self._need_g_out(module, g_out)
         c = at_hand(module, g_out, subsampling)
@@ -298,9 +306,12 @@ class LossInterface(Interface):
     def sqrt_hessian(
         self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Rows = None
     ) -> Any:
-        """Exact factor of the (reduced) loss's Hessian, ``[V, N, *d]``.
+        """Exact factor of the loss Hessian, ``[V, N, *d]``.
 
-        A loss that is no scalar, or not convex in the prediction, is a ``ValueError``.
+        It carries the square root of the reduction's factor.
+
+        Raises:
+            ValueError: If the loss is not reduced to a scalar, or not convex in the prediction.
         """
         return _LossAtHand(self, module, subsampling, "sqrt_hessian").root()
 
@@ -324,20 +335,23 @@ class LossInterface(Interface):
             ValueError: If the loss is not reduced to a scalar, or has negative weights.
             NotImplementedError: If the loss is no negative log likelihood.
         """
-        at_hand = _LossAtHand(self, module, subsampling, "sqrt_hessian_sampled")
-        return at_hand.drawn_root(mc_samples)
+        hessian = _LossAtHand(self, module, subsampling, "sqrt_hessian_sampled")
+        return hessian.drawn_root(mc_samples)
 
     def make_hessian_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads
     ) -> Callable[..., Any]:
         """Return the map ``[V, N, *d] -> [V, N, *d]`` that applies the loss Hessian.
 
-        Its second argument is a ``subsampling``: which rows of the batch it is given.
+        Its second argument, ``subsampling``, says which rows of the batch it is given.
         """
         return partial(self._product, module, False)
 
     def make_ggn_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads) -> Callable[..., Any]:
-        """Return the map that applies ``S Sᵀ`` of ``sqrt_hessian``, as that of the Hessian."""
+        """Return the map ``[V, N, *d] -> [V, N, *d]`` that applies ``S Sᵀ`` of ``sqrt_hessian``.
+
+        Its second argument, ``subsampling``, says which rows of the batch it is given.
+        """
         return partial(self._product, module, True)
 
     def _product(self, module: Module, of_ggn: bool, mat: Mats, subsampling: Rows = None) -> Any:

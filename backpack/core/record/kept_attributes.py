@@ -103,18 +103,19 @@ def _lent(value: Any, undo: Undo, copies: Copies | None) -> Any:
         is_same = all(one is other for one, other in zip(entries, value, strict=True))
         return value if is_same else getattr(value, "_make", type(value))(entries)
     if isinstance(value, COLLECTIONS):
-        undo[id(value)] = partial(_refill, value, copy(value))
+        undo[id(value)] = partial(refill, value, copy(value))
         if isinstance(value, dict):
             value.update({key: _lent(x, undo, copies) for key, x in value.items()})
         elif not PLAIN.issuperset(map(type, value)):
             entries = [_lent(x, undo, copies) for x in value]
-            _refill(value, entries)
+            refill(value, entries)
     elif put_back := putting_back(value):
         undo[id(value)] = put_back
     return value
 
 
-def _refill(collection: Any, entries: Any) -> None:
+def refill(collection: Any, entries: Any) -> None:
+    """Replace all that is in a collection."""
     collection.clear()
     is_sequence = isinstance(collection, list | deque | bytearray)
     (collection.extend if is_sequence else collection.update)(entries)

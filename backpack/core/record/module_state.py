@@ -324,7 +324,8 @@ def copied(module: Module, options: Mapping[str, Any] | None = None) -> Module:
 
 
 def _slots_of(module: Module) -> dict[str, Any]:
-    names = copyreg._slotnames(type(module))  # type: ignore[attr-defined]
+    names_of: Any = vars(copyreg)["_slotnames"]  # which its stubs do not have
+    names = names_of(type(module))
     return {name: getattr(module, name) for name in names if hasattr(module, name)}
 
 
