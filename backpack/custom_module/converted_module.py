@@ -175,7 +175,8 @@ class ConvertedModule(GraphModule):
             warn(
                 f"The forward pass of {type(self).__name__} branches on its training mode "
                 f"({places}). It was converted with training={self._traced_in_training} and keeps "
-                "that branch. Convert the original in the other mode, too, and share parameters.",
+                "that branch. To follow the mode, record the original model instead: extend(model, "
+                'use_converter="record").',
             )
         return super().train(mode)  # type: ignore[return-value]
 
