@@ -217,6 +217,24 @@ def test_losses_that_ran_outside_of_the_context() -> None:
             step(model, lambda known=known: known(model(X), LABELS))  # type: ignore[misc]
 
 
+def test_a_forward_pass_outside_of_the_context_and_a_loss_inside() -> None:
+    """What the model has detached is not seen there: a warning, and an error where all is seen."""
+    torch.manual_seed(0)
+    X, first, last = torch.randn(N, 5), nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def output(x: Tensor) -> Tensor:
+        h = first(x)
+        return last(h * (h.detach() > h.detach().median()))
+
+    model = extend(nn.ModuleList([first, last]))
+    for loss in (F.cross_entropy, extend(nn.CrossEntropyLoss())):
+        with pytest.raises(ValueError, match="may depend on other samples"):
+            step(model, lambda loss=loss: loss(output(X), LABELS))  # type: ignore[misc]
+        z = output(X)
+        with pytest.warns(UserWarning, match="forward pass has run outside of the context"):
+            step(model, lambda loss=loss, z=z: loss(z, LABELS))  # type: ignore[misc]
+
+
 OF_TWO: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
     "weights of classes": lambda m, x, y: F.binary_cross_entropy_with_logits(
         m(x)[:, :2], F.one_hot(y % 2, 2).to(x), pos_weight=torch.tensor([1.0, 3.0])

@@ -88,11 +88,16 @@ class Program:
         self.cleared: list[tuple[str, list[torch.Size]]] = []
         # what the latest pass that was looked at has computed of samples: others may not need it
         self.earlier: list[ref[Tensor]] = []
+        self.entered = 0  # autograd's number of the next node when the context was entered
         self.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out references to tensors of a pass, which a copy does not have."""
         return {**vars(self), "earlier": []}
+
+    def enter(self) -> None:
+        """Note that what runs from now on runs inside of the context."""
+        self.entered = torch.autograd._get_sequence_nr()
 
     def clear(self) -> None:
         """Forget what has run."""
@@ -163,6 +168,8 @@ class Program:
             last = max(last, *made)
         seen = [one for one in seen[: last + 1] if _has_values(one)]
         with torch._C.DisableTorchFunction():
+            if any(_is_output_before(x, self.entered) for one in seen for x in _tensors(one)):
+                warn(NOT_LOOKED_AT)
             shapes = [(repr(one.function), [x.shape for x in _tensors(one)]) for one in seen]
         constants = self._constants(seen, shapes) if samples == 2 else set()
         earlier = {id(known()) for known in self.earlier}
@@ -451,6 +458,14 @@ def _is_unseen(x: Tensor) -> bool:
     """Whether a function has made a tensor that is none of a module that recorded what it does."""
     mark = origin(x)
     return mark is not None and not (mark.is_output or is_foreign_function(x.grad_fn))
+
+
+def _is_output_before(x: Tensor, entered: int) -> bool:
+    """Whether a recorded module has returned a tensor before autograd had made so many nodes."""
+    if x.grad_fn is None or x.grad_fn._sequence_nr() >= entered:
+        return False
+    mark = origin(x)
+    return mark is not None and mark.is_output
 
 
 def _has_values(seen: Seen) -> bool:

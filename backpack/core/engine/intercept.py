@@ -69,6 +69,8 @@ class InterceptBackward(overrides.TorchFunctionMode):
     def __enter__(self) -> InterceptBackward:
         """Push the mode: from now on, calls of ``backward()`` are seen."""
         self.was_left = False
+        if self.program is not None:
+            self.program.enter()
         super().__enter__()
         return self
 
