@@ -464,9 +464,16 @@ def _explain(lack: str, attribute: str) -> str:
 
     savers = [type(ext).__name__ for ext in all_extensions() if ext.savefield == attribute]
     remedy = f"inside `with backpack({savers[0]}())` " if savers else ""
+    spelling = (
+        ""
+        if savers or attribute == "grad"
+        else (
+            " No extension of backpack.extensions saves it: metrics are written as 'variance.mean'."
+        )
+    )
     return (
         f"{lack} the attribute {attribute}. Call backward() {remedy}first, or give only that part "
-        "of the model that has it."
+        f"of the model that has it.{spelling}"
     )
 
 

@@ -116,7 +116,10 @@ class Influence(Attribution):
             return 0.0
         if damping is None:
             if not isinstance(self.curvature, SpectralOperator):
-                raise ValueError(f"{self.curvature!r} needs a damping.")
+                raise ValueError(
+                    f"{self.curvature!r} needs a damping, Influence(..., damping=...): the default "
+                    "is a tenth of the mean eigenvalue, which structured curvature alone knows."
+                )
             damping = float(self.curvature.trace()) / self.curvature.shape[0] / 10
         if damping < 0:
             raise ValueError(f"The damping has to be at least 0, got {damping}.")
