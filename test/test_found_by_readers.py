@@ -2163,3 +2163,52 @@ def test_parameters_that_a_module_gets_after_the_forward_pass() -> None:
     with backpack(extensions.BatchGrad()):
         loss.backward()
     assert_close(model[0].weight.grad_batch.sum(0), model[0].weight.grad)
+
+
+def tied_convolutions(*names: str) -> nn.Sequential:
+    """A convolution, and a transposed one that shares parameters with it."""
+    first, second = nn.Conv1d(2, 2, 2).double(), nn.ConvTranspose1d(2, 2, 2).double()
+    for name in names:
+        setattr(second, name, getattr(first, name))
+    return nn.Sequential(first, nn.Tanh(), second, nn.Flatten())
+
+
+def test_a_bias_that_a_convolution_shares_with_a_transposed_one() -> None:
+    """The axes of their weights made it no bias: there was its block for "expand"."""
+    model, X = tied_convolutions("bias"), torch.rand(N, 2, 3).double()
+    loss = nn.MSELoss(reduction="sum")
+    with backpack(extensions.KFLR(approximation="expand"), extensions.KFRA()):
+        extend(loss)(extend(model)(X), torch.rand(N, 6).double()).backward()
+    first, act, second, flat = copy.deepcopy(model)
+    outputs = [first(X)]
+    outputs.append(second(act(outputs[0])))
+    f, B = flat(outputs[1]), 0
+    for c in range(6):
+        for arrived in torch.autograd.grad(2**0.5 * f[:, c].sum(), outputs, retain_graph=True):
+            rows = arrived.transpose(1, 2).flatten(0, 1)
+            B = B + rows.T @ rows
+    assert_close(model[0].bias.kflr, [B])
+
+
+class ScaledByWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).tanh() * self.layer.weight.sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "X"),
+    [
+        (tied_convolutions("weight"), torch.rand(2, 2, 3).double()),
+        (ScaledByWeight(), torch.rand(2, 3)),
+    ],
+    ids=["other axes", "no factors"],
+)
+def test_kfra_of_weights_whose_uses_have_no_factors_in_common(model: Any, X: Tensor) -> None:
+    """It had one factor of the wrong size, or tensors of different sizes."""
+    output = extend(model, use_converter=True)(X)
+    with backpack(extensions.KFRA()), pytest.raises(ValueError, match=r"order, or .* have none"):
+        extend(nn.CrossEntropyLoss())(output, torch.tensor([0, 1])).backward()

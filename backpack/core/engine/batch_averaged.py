@@ -20,6 +20,7 @@ from backpack.core.engine import call_products
 from backpack.core.engine.modified_losses import loss_scale
 from backpack.core.engine.plan import Plan
 from backpack.core.engine.sources import cat
+from backpack.core.engine.uses import uses_without_columns
 from backpack.core.record.context import SHARED, Context, context_of
 from backpack.core.record.origins import Origin
 from backpack.core.record.visits import Visit
@@ -54,13 +55,13 @@ class BatchAveragedBackpropagation:
                 "instead."
             )
 
-        for uses in plan.uses.values():
-            rules = {call.derivatives for call, _ in uses}
-            if len({rule.kronecker_input_first for rule in rules if rule is not None}) > 1:
+        for p in plan.uses:
+            uses = uses_without_columns(plan, p, subsampling) if len(plan.uses[p]) > 1 else []
+            if p.dim() > 1 and len({use.kind_of_factors for use in uses}) > 1:
                 raise ValueError(
-                    "A parameter is used by modules whose Kronecker factors have a different order "
-                    f"({', '.join(repr(call) for call, _ in uses)}): KFRA has no factors for it. "
-                    "Use KFAC or KFLR instead."
+                    "A parameter is used by modules whose Kronecker factors have a different "
+                    f"order, or some of which have none ({', '.join(repr(u.call) for u in uses)}): "
+                    "KFRA has no factors for it. Use KFAC or KFLR instead."
                 )
 
     def run(self) -> list[Parameter]:

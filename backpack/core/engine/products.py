@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from math import inf, prod
-from operator import add, attrgetter
+from operator import add
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ OWN_REDUCTIONS = fast.path(
 NORMS_OF_USES = fast.path(
     "norms of several uses", "Norms of a sum follow from norms and inner products of its terms."
 )
-_ORDER = attrgetter("kronecker_input_first", "kronecker_swaps_axes")
 
 
 def _apply(use: Use, method: str, *arguments: Any) -> Any:
@@ -403,8 +402,7 @@ class Products:
 
     @lazy
     def _instead_of_factors(self) -> Callable[..., Any] | None:
-        facts = {(u.has_kronecker_factors, *_ORDER(u.call.derivatives)) for u in self.deciding}
-        (is_known, *_), *others = facts
+        (is_known, *_), *others = {use.kind_of_factors for use in self.deciding}
         if self._is_small:
             return block if others else None
         return None if is_known and not others else marginals

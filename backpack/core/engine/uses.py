@@ -81,6 +81,16 @@ class Use:
         return self.call.derivatives.has_kronecker_factors(self.c, self.name)
 
     @property
+    def kind_of_factors(self) -> tuple[bool, ...]:
+        """What uses of a parameter have in common if their Kronecker factors add up.
+
+        Whether there are any, and their order, which does not matter to a bias: it has one.
+        """
+        rule, has_order = self.call.derivatives, self.call.trained[self.name].dim() > 1
+        order = (rule.kronecker_input_first, rule.kronecker_swaps_axes) if has_order else ()
+        return self.has_kronecker_factors, *order
+
+    @property
     def of_all(self) -> dict[Parameter, list[Use]]:
         """The uses of all trained parameters of the call, with the same columns."""
         uses: dict[Parameter, list[Use]] = {}
