@@ -78,6 +78,13 @@ MIXING: dict[str, Loss] = {
     "rows of others": lambda z, y: sum((z[0].detach() * row).sum() for row in z[:]) / N,  # type: ignore[misc, return-value]
     "memory": lambda z, y: (z @ remember(z).T).logsumexp(1).mean(),
 }
+
+
+def features(h: Tensor) -> Tensor:
+    """Make a loss of as many features as there are samples, whose order matters."""
+    return h.cumsum(1).square().mean()
+
+
 # whose terms depend on one sample each
 APART: dict[str, Loss] = {
     "mean": lambda z, y: losses(z, y).mean(),
@@ -91,6 +98,9 @@ APART: dict[str, Loss] = {
     "row by row": lambda z, y: sum((row * row).sum() for row in z) / N,  # type: ignore[misc, return-value]
     "logged": lambda z, y: (value := losses(z, y).mean(), value.item())[0],
     "dropout": lambda z, y: losses(F.dropout(z), y).mean(),
+    "unit matrix": lambda z, y: features(z.repeat(1, N)[:, :N] @ torch.eye(N)),
+    "positions": lambda z, y: features(z.repeat(1, N)[:, :N] + torch.arange(0.0, N)),
+    "frequencies": lambda z, y: features(z.repeat(1, N)[:, :N] * torch.linspace(1, 2, N)),
 }
 
 
@@ -146,10 +156,10 @@ OF_TWO_CLASSES: dict[str, Loss] = {
     "made inside": lambda z, y: F.cross_entropy(z * torch.tensor([0.5, 2.0]), y),
     "mean and deviation": lambda z, y: F.cross_entropy((z - TWO) / TWO.sqrt(), y),
     "row": lambda z, y: F.cross_entropy(z + TWO[None], y),
-    "unit matrix": lambda z, y: F.mse_loss(z, torch.eye(2)[y]),
+    "unit matrix": lambda z, y: F.mse_loss(z, UNIT[y]),
     "table": lambda z, y: F.mse_loss(z @ torch.ones(2, 4), TABLE[y]),
 }
-TABLE = torch.arange(8.0).reshape(2, 4)
+TABLE, UNIT = torch.arange(8.0).reshape(2, 4), torch.eye(2)
 
 
 @pytest.mark.parametrize("name", OF_TWO_CLASSES)
@@ -240,7 +250,7 @@ OF_TWO: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
         m(x)[:, :2], F.one_hot(y % 2, 2).to(x), pos_weight=torch.tensor([1.0, 3.0])
     ),
     "scale": lambda m, x, y: F.cross_entropy(m(x)[:, :2] * torch.tensor([0.5, 2.0]), y % 2),
-    "table": lambda m, x, y: F.mse_loss(m(x)[:, :2], torch.eye(2)[y % 2]),
+    "table": lambda m, x, y: F.mse_loss(m(x)[:, :2], UNIT[y % 2]),
 }
 
 

@@ -61,6 +61,10 @@ class _UnseenError(Exception):
 
 # Methods that name a precision, and what they are here: rounding must not hide what is small.
 WIDE: dict[Any, Any] = {Tensor.half: Tensor.float, Tensor.bfloat16: Tensor.float}
+# Functions whose result says nothing of data, whatever its shape: numbers alone make it, and it is
+# the same each time. Others may draw numbers for each sample, or read a list of labels.
+CONSTANT: Any = {torch.arange, torch.eye, torch.fft.fftfreq, torch.fft.rfftfreq}
+CONSTANT |= {torch.linspace, torch.logspace, torch.hamming_window, torch.hann_window}
 # Methods that give away the memory of a tensor, of which nobody sees who reads it.
 OF_MEMORY: Any = (Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage, Tensor.__dlpack__)
 
@@ -315,6 +319,7 @@ class _Batch:
             listed = any(len(x) == self.samples for x in lists)
             for x in (x for x in results if isinstance(x, Tensor)):
                 is_data = x.is_floating_point() or listed  # else such as the numbers of rows
+                is_data = is_data and function not in CONSTANT
                 if not (is_data and self._has_samples(x)):
                     self.values[id(x)] = _copy(x)
             return
