@@ -440,6 +440,23 @@ def test_steps_inside_of_one_context() -> None:
             optimiser.step()
 
 
+@pytest.mark.parametrize("is_before_step", [True, False])
+def test_numbers_for_a_log(is_before_step: bool) -> None:
+    """Those behind a step are taken before the next loss, which might read them: it is told."""
+    model = extend(nn.Linear(5, 3))
+    optimiser = DPSGD(model.parameters(), **options())
+    told = r"\(item; those of a log are taken between the loss and step\(\), or outside"
+    with nullcontext() if is_before_step else pytest.raises(ValueError, match=told):
+        for _ in range(4):
+            optimiser.zero_grad()
+            with backpack(*optimiser.extensions):
+                z = model(torch.randn(N, 5))
+                losses(z, LABELS).mean().backward()
+                order = [lambda z=z: (z.argmax(1) == LABELS).sum().item(), optimiser.step]  # type: ignore[misc]
+                for do in order if is_before_step else reversed(order):
+                    do()
+
+
 def test_data_along_other_axes() -> None:
     """As many steps of time, or features, as there are samples, and parts of a data set."""
     model, loss = extend(nn.LSTM(N, 3)), extend(nn.MSELoss())

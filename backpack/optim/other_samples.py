@@ -47,6 +47,10 @@ NOT_LOOKED_AT = (
     "inside of `with backpack(*optimiser.extensions):`."
 )
 
+BEFORE_LOSS = (
+    "numbers taken before the loss was computed ({}; those of a log are taken between the loss and "
+    "step(), or outside of the context)"
+)
 OF_EARLIER = "a tensor of shape {} that an earlier batch has computed"
 OF_TWO = (
     " (in a batch of two samples, a constant with an axis of two entries is taken for data, such "
@@ -304,7 +308,7 @@ class _Batch:
         taken, state = self.before = self.before or (numbers, self.state)
         for (name, known), (_, new) in zip(taken, numbers, strict=True):
             if known != new:
-                self.why = f"numbers taken before the loss was computed ({name})"
+                self.why = BEFORE_LOSS.format(name)
         for key, kept in state.items():
             if not _are_same(kept, self.state.get(key, kept)):  # others may be gone by now
                 self.why = f"{key[0]} that the batch has changed: a later one may read it"
