@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
@@ -31,7 +30,7 @@ from backpack.core import fast
 from backpack.core.record import alive, shards
 from backpack.core.record.calls import Call
 from backpack.core.record.kernels import KernelOverride
-from backpack.core.record.origins import RESHAPES, Origin, is_output
+from backpack.core.record.origins import RESHAPES, Origin, is_foreign_function, is_output
 from backpack.core.record.visits import Visit, dtypes_of
 from backpack.hessianfree.graph import nodes_above
 
@@ -153,7 +152,7 @@ def elide(
     if not all(isinstance(root, Tensor) and root.grad_fn is not None for root in roots):
         return NOTHING  # a leaf gets a gradient of its own
     order, users = _upstream_first([root.grad_fn for root in roots])
-    if any(isinstance(node, BackwardCFunction) and not is_output(node) for node in order):
+    if any(map(is_foreign_function, order)):
         return NOTHING  # may run a backward pass of its own, which knows nothing of this one
     leaves = {node: node.variable for node in order if hasattr(node, "variable")}
     if only is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.context import STATE
-from backpack.core.record.compiler import is_traced
+from backpack.core.record.compiler import in_transform, is_traced
 from backpack.core.record.data_flow import take_mixing
 from backpack.core.record.data_notes import OF_DATA, assigned_axis
 from backpack.core.record.origins import flatten_outputs
@@ -116,8 +116,7 @@ def note_given(
     """
     if STATE.get().disabled or not torch.is_grad_enabled():
         return
-    in_transform = torch._C._functorch.peek_interpreter_stack() is not None
-    if in_transform or is_traced():
+    if in_transform() is not None or is_traced():
         return
     tensors = []
     for value in (*args, *kwargs.values()):
