@@ -38,7 +38,6 @@ class AutomaticDerivatives(BaseDerivatives):
         return dict(module.named_parameters()) if has_any else {}
 
     def param_names(self, module: Module) -> tuple[str, ...]:
-        """Return the names of all parameters."""
         return tuple(self.own(module))
 
     hessian_is_zero = is_linear_in_params = never  # nothing is known
@@ -46,12 +45,10 @@ class AutomaticDerivatives(BaseDerivatives):
     def saved(
         self, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
     ) -> dict[str, Any]:
-        """Keep which inputs need a gradient."""
         needed = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad]
         return {"needed": needed}
 
     def unsupported_reason(self, c: Context) -> str | None:
-        """Say why the derivatives of the call at hand cannot be computed; None if they can."""
         saved, module = c.saved, c.module
         if saved.get("evaluated") is not module:  # that of a product may be a copy
             saved["hidden"], saved["repeatable"] = evaluated_again(self._evaluation(c))
@@ -89,7 +86,6 @@ class AutomaticDerivatives(BaseDerivatives):
     _evaluation = BaseDerivatives.evaluation
 
     def vjp(self, c: Context, v: Any) -> Any:
-        """Apply the transposed Jacobian by autograd."""
         evaluation = self.evaluation(c)
         vs = [v] if isinstance(v, Tensor) else list(v)
         needed = c.saved["needed"]
@@ -106,7 +102,6 @@ class AutomaticDerivatives(BaseDerivatives):
         return tuple(found.get(i) for i in range(len(evaluation.inputs)))
 
     def jvp(self, c: Context, t: Any) -> Any:
-        """Apply the Jacobian by autograd."""
         evaluation = self.evaluation(c)
         tangents = dict(enumerate(listed(t)))
         for i, one in tangents.items():
@@ -132,13 +127,11 @@ class AutomaticDerivatives(BaseDerivatives):
         return known.pop(name)
 
     def param_vjp_sum(self, c: Context, name: str, v: Any) -> Tensor:
-        """Apply the transposed Jacobian of a parameter, summed over the samples, by autograd."""
         evaluation, vs = self.evaluation(c), listed(v)
         product = by_autograd.transposed_products(evaluation, vs, [name], c.rows)[name]
         return _or_zeros(product, first_of(vs), *evaluation.value(name).shape)
 
     def param_jvp(self, c: Context, name: str, t: Tensor) -> Any:
-        """Apply the Jacobian of a parameter by autograd."""
         results = by_autograd.products(self.evaluation(c), {name: t}, c.rows)
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -190,6 +183,5 @@ class RefusedDerivatives(AutomaticDerivatives):
     }
 
     def unsupported_reason(self, c: Context) -> str | None:
-        """Say what to use instead."""
         advice = next(text for cls, text in self.advice.items() if isinstance(c.module, cls))
         return f"{describe(c.module)} {advice}"

@@ -360,7 +360,6 @@ class CTCLossDerivatives(AutomaticLossDerivatives):
         return 1 if i == 0 else 0
 
     def check_call(self, c: Context) -> None:
-        """Refuse second derivatives."""
         super().check_call(c)
         raise NotImplementedError(
             f"{describe(c.module)} cannot be differentiated twice by autograd. Use first-order "
@@ -377,7 +376,6 @@ class _SquareRoot(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, matrices: Tensor) -> Tensor:
-        """Compute the root."""
         values, vectors = torch.linalg.eigh(at_least_single(matrices))
         roots = values.clamp(min=0).sqrt()
         ctx.save_for_backward(roots, vectors)

@@ -101,7 +101,6 @@ class BatchNormNdDerivatives(NormalizationDerivatives):
         return self._per_channel(c, (c.params["running_var"] + c.module.eps).sqrt())
 
     def _gain(self, c: Context, s: Tensor) -> Tensor:
-        """Return γ/s."""
         weight = c.params.get("weight")
         return 1 / s if weight is None else self._per_channel(c, weight) / s
 

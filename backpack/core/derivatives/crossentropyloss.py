@@ -236,7 +236,6 @@ class NLLLossDerivatives(CrossEntropyLossDerivatives):
             )
 
     def ggn_product(self, c: Context, t: Tensor) -> Tensor:
-        """Apply ``a (diag(p) - p pᵀ)``."""
         return super().hessian_product(c, t)
 
     def signed_hessian_root(self, c: Context) -> tuple[Tensor, Tensor | None]:

@@ -144,7 +144,6 @@ class MSELossDerivatives(ElementwiseLossDerivatives):
     """Derivatives of ``torch.nn.MSELoss``, ``l = (f - y)²``: the Hessian is ``2 c I``."""
 
     def second(self, c: Context) -> Tensor:
-        """Return 2."""
         return torch.full_like(c.x, 2)
 
     def score(self, c: Context, mc_samples: int) -> Tensor:
@@ -162,7 +161,6 @@ class PiecewiseLinearLossDerivatives(ElementwiseLossDerivatives):
     """
 
     def second(self, c: Context) -> Tensor:
-        """Return zero: the loss is linear in the prediction, at least piecewise."""
         return torch.zeros_like(c.x)
 
 
@@ -182,7 +180,6 @@ class HuberLossDerivatives(ElementwiseLossDerivatives):
     """
 
     def second(self, c: Context) -> Tensor:
-        """Return ``l''``."""
         x, y = c.x, c.select(c.inputs[1])
         module = c.module
         huber = isinstance(module, nn.HuberLoss)
@@ -213,7 +210,6 @@ class GaussianNLLLossDerivatives(ElementwiseLossDerivatives):
         return _of_last_axis(var, x).expand(x.shape).clamp(min=c.module.eps)
 
     def second(self, c: Context) -> Tensor:
-        """Return ``1/v``."""
         return 1 / c.select(self._variance(c))
 
     def score(self, c: Context, mc_samples: int) -> Tensor:
@@ -237,13 +233,11 @@ class PoissonNLLLossDerivatives(ElementwiseLossDerivatives):
     """
 
     def second(self, c: Context) -> Tensor:
-        """Return ``l''``."""
         x, y = c.x, c.select(c.inputs[1])
         rate = self._rate(c, x)
         return rate if c.module.log_input else ratio(y.to(x.dtype), rate.square())
 
     def root(self, c: Context) -> Tensor:
-        """Return the square root of ``l''``."""
         if not c.module.log_input:
             return super().root(c)
         return (c.x / 2).exp()
@@ -273,7 +267,6 @@ class BCELossDerivatives(ElementwiseLossDerivatives):
     """
 
     def second(self, c: Context) -> Tensor:
-        """Return ``l''``."""
         x, y = c.x, c.select(c.inputs[1])
         return ratio(y, x.square()) + ratio(1 - y, (1 - x).square())
 
@@ -292,7 +285,6 @@ class LogisticLossDerivatives(ElementwiseLossDerivatives):
         return c.x
 
     def second(self, c: Context) -> Tensor:
-        """Return ``σ(f) σ(-f)``."""
         f = self.logit(c)
         return torch.sigmoid(f) * torch.sigmoid(-f)
 
@@ -316,7 +308,6 @@ class BCEWithLogitsLossDerivatives(LogisticLossDerivatives):
     """
 
     def weight(self, c: Context) -> Tensor | float:
-        """Return ``w (q y + 1 - y)``."""
         weight, pos_weight, y = super().weight(c), c.params.get("pos_weight"), c.inputs[1]
         return (
             weight
@@ -330,7 +321,6 @@ class SoftMarginLossDerivatives(LogisticLossDerivatives):
     """Derivatives of ``SoftMarginLoss``, ``log(1 + exp(-y f))``: ``l'' = y² σ(y f) σ(-y f)``."""
 
     def logit(self, c: Context) -> Tensor:
-        """Return ``y f``."""
         return c.select(c.input * c.inputs[1])
 
     def weight(self, c: Context) -> Tensor | float:

@@ -65,7 +65,6 @@ class FunctionDerivatives(AutomaticDerivatives):
     )
 
     def hvp_unbatched(self, c: Context, inputs: OfInputs, params: OfParams) -> Changes:
-        """Apply the second derivative of a call without samples, for the gradient of one sample."""
         evaluation, tangents = self.evaluation(c), dict[Any, Tensor](params)
         for i, (t, x) in enumerate(zip(inputs, evaluation.inputs, strict=True)):
             if t is not None:
@@ -80,7 +79,6 @@ class FunctionDerivatives(AutomaticDerivatives):
         return False
 
     def unsupported_reason(self, c: Context) -> str | None:
-        """Say why the derivatives of the call at hand cannot be computed; None if they can."""
         return None if self.is_deterministic(c.module) else super().unsupported_reason(c)
 
     def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
@@ -105,19 +103,16 @@ class FunctionDerivatives(AutomaticDerivatives):
             return not call.saved[key]
 
     def axes_in(self, c: Context) -> list[int | None]:
-        """Return the batch axis of each input."""
         places = map(c.call.place_in, range(len(c.inputs)))
         return [None if place is None else place.axis for place in places]
 
     def axes_out(self, c: Context) -> list[int | None]:
-        """Return the batch axis of each output."""
         places = map(c.call.place_out, range(len(c.outputs)))
         return [None if place is None else place.axis for place in places]
 
     def seen(
         self, call: Call, inputs: Sequence[Any], outputs: Sequence[Tensor]
     ) -> tuple[list[Any], list[Tensor]]:
-        """Return the tensors as they are."""
         return list(inputs), list(outputs)
 
     # ------------------------------------------------------------------ where the samples are

@@ -125,7 +125,6 @@ class UnknownModuleDerivatives(FunctionDerivatives):
             return None
 
     def unsupported_reason(self, c: Context) -> str | None:
-        """Say why the derivatives of the call at hand cannot be computed; None if they can."""
         saved, module = c.saved, c.module
         reason = super().unsupported_reason(c)
         if reason is not None:

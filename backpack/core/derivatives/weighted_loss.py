@@ -27,15 +27,12 @@ class WeightedLossDerivatives(BaseLossDerivatives):
     hessian_is_psd = never  # weights may be negative
 
     def has_likelihood(self, module: Any) -> bool:
-        """Return whether the loss inside has one."""
         return self._rule(module).has_likelihood(module.loss)
 
     def sees_chosen_rows(self, module: Any) -> bool:
-        """Return whether the loss inside does."""
         return self._rule(module).sees_chosen_rows(module.loss)
 
     def predictions(self, c: Context) -> tuple[int, ...]:
-        """Number the inputs that are predictions of the loss inside."""
         return self._rule(c.module).predictions(c)
 
     def couples_samples_unseen(self, call: Visit) -> bool | None:
@@ -43,17 +40,14 @@ class WeightedLossDerivatives(BaseLossDerivatives):
         return self._rule(call.module).couples_samples_unseen(call)
 
     def couples_terms(self, c: Context) -> bool:
-        """Return whether the loss inside does."""
         rule, inside = self._inside(c)
         return rule.couples_terms(inside)
 
     def counted(self, c: Context) -> Tensor | None:
-        """Return which targets count in the loss inside."""
         rule, inside = self._inside(c)
         return rule.counted(inside)
 
     def check_call(self, c: Context) -> None:
-        """Refuse what the loss inside refuses."""
         super().check_call(c)
         rule, inside = self._inside(c)
         rule.check_call(inside)
@@ -94,12 +88,10 @@ class WeightedLossDerivatives(BaseLossDerivatives):
         return scale
 
     def hessian_root(self, c: Context) -> Any:
-        """Return that of the loss inside, times the root of a."""
         rule, inside = self._inside(c)
         return _scaled(rule.hessian_root(inside), self._scale(c).sqrt())
 
     def sampled_hessian_root(self, c: Context, mc_samples: int) -> Tensor:
-        """Return that of the loss inside, times the root of a."""
         c = c.at(None)
         scale, (rule, inside) = self._positive_scale(c), self._inside(c)
         return rule.sampled_hessian_root(inside, mc_samples) * scale.sqrt()
@@ -115,12 +107,10 @@ class WeightedLossDerivatives(BaseLossDerivatives):
         return _scaled(columns, scale.abs().sqrt()), weights
 
     def hessian_product(self, c: Context, t: Any) -> Any:
-        """Return that of the loss inside, times a."""
         rule, inside = self._inside(c)
         return _scaled(rule.hessian_product(inside, t), self._scale(c))
 
     def ggn_product(self, c: Context, t: Any) -> Any:
-        """Return that of the loss inside, times a."""
         rule, inside = self._inside(c)
         return _scaled(rule.ggn_product(inside, t), self._scale(c))
 
