@@ -33,12 +33,11 @@ from backpack.core.record.context import Context, context_of
 from backpack.core.record.generators import evaluated_alike, evaluated_apart
 from backpack.core.record.layout import Layout, Place
 from backpack.core.record.module_state import describe
-from backpack.core.record.registry import register, register_fallback
+from backpack.core.record.registry import FALLBACKS, register
 from backpack.core.record.visits import Visit
 from backpack.core.values import at_least_single
 
 
-@register_fallback("loss")
 @register(
     nn.CosineEmbeddingLoss,
     nn.MarginRankingLoss,
@@ -338,6 +337,9 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
         if [*by_input] == [0]:
             return parts[0]
         return tuple(by_input.get(i) for i in range(len(c.call.inputs)))
+
+
+FALLBACKS["loss"] = AutomaticLossDerivatives()
 
 
 @register(nn.CTCLoss)

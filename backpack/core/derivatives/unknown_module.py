@@ -24,12 +24,11 @@ from backpack.core.record.generators import evaluated_alike, evaluated_apart
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import flatten_outputs
-from backpack.core.record.registry import register_fallback
+from backpack.core.record.registry import FALLBACKS
 from backpack.core.record.visits import Visit
 from backpack.utils.warning import warn
 
 
-@register_fallback("module")
 class UnknownModuleDerivatives(FunctionDerivatives):
     """Any leaf, with one warning for its class.
 
@@ -164,6 +163,9 @@ class UnknownModuleDerivatives(FunctionDerivatives):
                 "documentation.",
             )
         return evaluation
+
+
+FALLBACKS["module"] = UnknownModuleDerivatives()
 
 
 def _narrowed_axis(shape: Size, whole: Size) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 from weakref import ref
 
 from torch import Tensor
@@ -25,7 +25,7 @@ _CACHE: dict[ref[type[Module]], tuple[Rule | None, Any]] = {}
 _FORWARDS: dict[type[Module], Callable[..., Any]] = {}
 # Classes of other libraries, by their qualified names; by patterns, where a rule knows its classes.
 ELSEWHERE: dict[str, Rule] = {}
-# For leaves that nobody has registered.
+# For leaves that nobody has registered: a "loss" returns scalars, a "module" anything else.
 FALLBACKS: dict[str, Rule] = {}
 
 # Methods that a subclass may override without changing what the module computes.
@@ -71,16 +71,6 @@ def register(*module_classes: type[Module] | str) -> Callable[[RuleClass], RuleC
                 REGISTRY[module_class] = rule()
                 _FORWARDS[module_class] = module_class.forward
         _CACHE.clear()
-        return rule
-
-    return decorate
-
-
-def register_fallback(kind: Literal["module", "loss"]) -> Callable[[RuleClass], RuleClass]:
-    """Class decorator: the derivatives serve every leaf that has none; losses return scalars."""
-
-    def decorate(rule: RuleClass) -> RuleClass:
-        FALLBACKS[kind] = rule()
         return rule
 
     return decorate
