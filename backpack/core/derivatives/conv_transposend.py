@@ -36,9 +36,7 @@ class ConvTransposeNDDerivatives(ConvolutionDerivatives):
 
     kronecker_rows_are_constant = True
     kronecker_swaps_axes = True
-    squares_with_input = True
-    hessian_is_zero = is_linear_in_params = jacobian_is_constant = repeats_output = always
-    param_vjp_reads_inputs_alone = ConvolutionDerivatives.param_vjp_reads_inputs_alone
+    repeats_output = always
 
     def _geometry(self, c: Context) -> Geometry:
         size, module = c.params["weight"].shape[2:], c.module
@@ -54,23 +52,15 @@ class ConvTransposeNDDerivatives(ConvolutionDerivatives):
         added = [out - ((x - 1) * s - 2 * p + d * (k - 1) + 1) for out, x, s, p, d, k in sizes]
         return moves.stride, moves.before, moves.dilation, True, added
 
-    def vjp(self, c: Context, v: Tensor) -> Tensor:
-        shape = c.input.shape[1:]
-        return map_rows(lambda s: self._pull(c, s, shape), v)
-
     def _by_output(self, t: Tensor, groups: int) -> Tensor:
         return t.transpose(0, 1).flatten(1, 2)
 
-    def weight_vjp(self, c: Context, v: Tensor) -> Tensor:
-        """Multiply the input with the patches of ``v``, or (low memory) correlate them."""
-        return self._multiply(c, v, sum_batch=False)
-
     @fast.body("One product sums over all samples.", "param_vjp")
     def weight_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
-        """Sum :meth:`weight_vjp` over the samples, in one product."""
         return self._multiply(c, v, sum_batch=True)
 
     def _multiply(self, c: Context, v: Tensor, sum_batch: bool) -> Tensor:
+        """Multiply the input with the patches of ``v``, or (low memory) correlate them."""
         x, moves = c.x, self._geometry(c)
         if weight_jac_t_save_memory.active:
             padding, small = [0] * len(moves.size), x.unsqueeze(0)

@@ -132,10 +132,15 @@ class ConvolutionDerivatives(BaseDerivatives):
     """What both kinds of convolution share, such as a bias for each channel."""
 
     params = ("weight", "bias")
+    squares_with_input = True
+    hessian_is_zero = is_linear_in_params = jacobian_is_constant = always  # J is that of the kernel
     # stride, padding, dilation, whether it is transposed, and output padding
     _options: Callable[[Context], tuple[Any, ...]]
     # brings V weights to one, with outputs in the order group, vector, channel of the group
     _by_output: Callable[[Tensor, int], Tensor]
+    # returns products with the weight of each sample (or summed): of patches or, with low memory,
+    # by a convolution
+    _multiply: Callable[[Context, Tensor, bool], Tensor]
 
     def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
         """Return both: one kernel computes them."""
@@ -170,12 +175,20 @@ class ConvolutionDerivatives(BaseDerivatives):
         weight, groups = c.params["weight"], c.module.groups
         return map_rows(lambda x: self._convolve(c, x, weight, groups), t)
 
+    def vjp(self, c: Context, v: Tensor) -> Tensor:
+        shape = c.input.shape[1:]
+        return map_rows(lambda s: self._pull(c, s, shape), v)
+
     def weight_jvp(self, c: Context, t: Tensor) -> Tensor:
         """Convolve the input with ``t``."""
         x, groups = c.x, c.module.groups
         out = self._convolve(c, x, self._by_output(t, groups), groups)
         out = out.reshape(len(x), groups, len(t), -1, *out.shape[2:])
         return out.permute(2, 0, 1, 3, *range(4, out.dim())).flatten(2, 3)
+
+    def weight_vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Return the products of each sample."""
+        return self._multiply(c, v, False)
 
     def bias_jvp(self, c: Context, t: Tensor) -> Tensor:
         """Repeat for each position."""
@@ -222,10 +235,7 @@ class ConvNDDerivatives(ConvolutionDerivatives):
     kronecker_rows_are_constant = True
     kronecker_rows_are_shared = True
     joins_bias = True
-    squares_with_input = True
-    # the kernel alone says what the Jacobian is, and with the input what the output is
-    hessian_is_zero = is_linear_in_params = jacobian_is_constant = repeats_output = always
-    param_vjp_reads_inputs_alone = ConvolutionDerivatives.param_vjp_reads_inputs_alone
+    repeats_output = always  # from the input and the kernel
 
     def _geometry(self, c: Context) -> Geometry:
         size = c.params["weight"].shape[2:]  # another than `kernel_size` if the weight is another
@@ -259,33 +269,25 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         x = self._pad(self._geometry(c), x)
         return super()._convolve(c, x, weight, groups)
 
-    def vjp(self, c: Context, v: Tensor) -> Tensor:
-        moves, shape = self._geometry(c), c.input.shape[1:]
-        padded = self._pad(moves, v.new_zeros(1).expand(1, *shape)).shape[1:]
-
-        def pull(s: Tensor) -> Tensor:
-            product = self._pull(c, s, padded)
-            if padded == shape:
-                return product
-            return apply_transposed(lambda x: self._pad(moves, x), (len(s), *shape), product)
-
-        return map_rows(pull, v)
+    def _pull(self, c: Context, s: Tensor, shape: Sequence[int]) -> Tensor:
+        moves = self._geometry(c)
+        padded = self._pad(moves, s.new_zeros(1).expand(1, *shape)).shape[1:]
+        product = super()._pull(c, s, padded)
+        if padded == shape:
+            return product
+        return apply_transposed(lambda x: self._pad(moves, x), (len(s), *shape), product)
 
     def _by_output(self, t: Tensor, groups: int) -> Tensor:
         return t.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 2)
 
-    def weight_vjp(self, c: Context, v: Tensor) -> Tensor:
-        """Multiply with the patches of the input, or (low memory) correlate with it."""
-        if weight_jac_t_save_memory.active:
-            return self._correlate(c, v, sum_batch=False)
-        return self._reduced_weight(c, v, {"individual"}, None)["individual"]
-
     @fast.body("One convolution sums the products of all samples.", "param_vjp")
     def weight_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
-        """Correlate with the input."""
-        return self._correlate(c, v, sum_batch=True)
+        return self._multiply(c, v, sum_batch=True)
 
-    def _correlate(self, c: Context, v: Tensor, sum_batch: bool) -> Tensor:
+    def _multiply(self, c: Context, v: Tensor, sum_batch: bool) -> Tensor:
+        """Multiply with the patches of the input; summed (or low memory), correlate with it."""
+        if not (sum_batch or weight_jac_t_save_memory.active):
+            return self._reduced_weight(c, v, {"individual"}, None)["individual"]
         moves = self._geometry(c)
         return correlate(self._pad(moves, c.x), v, moves, moves.native, sum_batch)
 
