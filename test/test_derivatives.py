@@ -32,7 +32,7 @@ from backpack.core.derivatives import (
 from backpack.core.derivatives.convnd import weight_jac_t_save_memory
 from backpack.core.derivatives.linear_maps import map_rows
 from backpack.core.derivatives.loss_hessian import LossHessian
-from backpack.core.derivatives.patches import Kernel
+from backpack.core.derivatives.patches import Geometry
 from backpack.core.record.context import Context
 from backpack.custom_module.attention import ScaledDotProductAttention
 from backpack.custom_module.branching import SumModule
@@ -950,7 +950,8 @@ def test_patch_gram(axes: list[Axis], channels: int) -> None:
     x = torch.randn(40, channels, *sizes, dtype=torch.float64, requires_grad=True)
     widths = [w for pair in zip(before[::-1], after[::-1], strict=True) for w in pair]
     padded = nn.functional.pad(x, widths)
-    unfolded = patches.patches(padded, kernel, stride, dilation, positions)
+    moves = Geometry(kernel, stride, dilation, before, after, 1, "constant")
+    unfolded = patches.patches(padded, moves, positions)
     unfolded = unfolded.reshape(len(x), channels * math.prod(kernel), -1)
     truth = einsum("nit,njt->ij", unfolded, unfolded)
     weights = torch.randn_like(truth)
@@ -959,7 +960,7 @@ def test_patch_gram(axes: list[Axis], channels: int) -> None:
             patch.setattr(patches, "WORTHWHILE", worthwhile)
             patch.setattr(patches, "INPUT_ENTRIES", 16 * x[0].numel())
             patch.setattr(patches, "PATCH_ENTRIES", 16 * unfolded[0].numel())
-            found = patches.patch_gram(x, Kernel(kernel, stride, dilation, positions, before))
+            found = patches.patch_gram(x, moves, positions)
         close(found, truth)
         close(*(torch.autograd.grad(a, x, weights, retain_graph=True)[0] for a in (found, truth)))
 

@@ -15,7 +15,6 @@ from backpack.core import fast
 from backpack.core.derivatives import affine
 from backpack.core.derivatives.convnd import (
     ConvolutionDerivatives,
-    Geometry,
     correlate,
     per_axis,
     unfolded,
@@ -23,6 +22,7 @@ from backpack.core.derivatives.convnd import (
 )
 from backpack.core.derivatives.facts import always
 from backpack.core.derivatives.linear_maps import map_rows
+from backpack.core.derivatives.patches import Geometry
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from contextvars import ContextVar
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Size, Tensor
@@ -17,7 +17,7 @@ from backpack.core.derivatives import affine, reductions
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.facts import always
 from backpack.core.derivatives.linear_maps import apply_transposed, map_rows
-from backpack.core.derivatives.patches import Kernel, patch_gram, patches
+from backpack.core.derivatives.patches import Geometry, patch_gram, patches
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
@@ -53,24 +53,6 @@ class weight_jac_t_save_memory:
         _SAVE_MEMORY.set(self._outer.pop())
 
 
-class Geometry(NamedTuple):
-    """How a convolution moves over its input; sequences have an entry for each spatial axis."""
-
-    size: Sequence[int]
-    stride: Sequence[int]
-    dilation: Sequence[int]
-    before: Sequence[int]  # entries added in front of an axis
-    after: Sequence[int]  # and behind it
-    groups: int
-    mode: str  # what is added
-
-    @property
-    def native(self) -> Sequence[int]:
-        """The padding that the kernel of torch can do, zeros if it cannot."""
-        is_native = self.mode == "constant" and self.before == self.after
-        return self.before if is_native else (0,) * len(self.size)
-
-
 def per_axis(axes: int, *settings: Any) -> list[tuple[int, ...]]:
     """Return settings of each spatial axis: torch reads one number as that of all of them."""
     found = []
@@ -82,8 +64,9 @@ def per_axis(axes: int, *settings: Any) -> list[tuple[int, ...]]:
 
 def unfolded(x: Tensor, moves: Geometry, positions: Sequence[int]) -> Tensor:
     """Return patches by group: padded ``[N, C, *in] -> [N, G, C/G·k, T]``."""
-    view = patches(x, moves.size, moves.stride, moves.dilation, positions)
-    return view.reshape(x.shape[0], moves.groups, -1, Size(positions).numel())
+    return patches(x, moves, positions).reshape(
+        x.shape[0], moves.groups, -1, Size(positions).numel()
+    )
 
 
 def correlate(
@@ -393,15 +376,14 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         x, moves, positions = c.x, self._geometry(c), c.output.shape[2:]
         if approximation == "reduce":
             return [affine.input_factor(self._rows(c, moves, x), approximation)]
-        before = moves.before
         if moves.mode != "constant":
-            x, before = self._pad(moves, x, explicit=True), [0 for _ in before]
+            x = self._pad(moves, x, explicit=True)
+            moves = moves._replace(before=[0] * len(moves.size))
         # at least in single precision: the sum has more digits, and may be large
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         each = wide.unflatten(1, (moves.groups, -1)).flatten(0, 1)
-        kernel = Kernel(moves.size, moves.stride, moves.dilation, positions, before)
         count = len(each) * (positions.numel() if approximation == "expand" else 1)
-        return [patch_gram(each, kernel).div_(count).to(x.dtype)]
+        return [patch_gram(each, moves, positions).div_(count).to(x.dtype)]
 
     def _diagonal(self, c: Context, approximation: str | None) -> Tensor:
         """Return the diagonal of A, ``[I/G·k]``: squares of patches are patches of squares."""

@@ -25,60 +25,60 @@ INPUT_ENTRIES = 2**21
 WORTHWHILE = 2**22
 
 
-def patches(
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    positions: Sequence[int],
-) -> Tensor:
-    """View the patches that a kernel sees: ``[N, C, *in] -> [N, C, *kernel, *positions]``."""
-    of_sample, of_channel, *spatial = x.stride()
-    return x.as_strided(
-        (*x.shape[:2], *kernel, *positions),
-        (of_sample, of_channel, *map(mul, spatial, dilation), *map(mul, spatial, stride)),
-    )
-
-
-class Kernel(NamedTuple):
-    """How a kernel moves over its input; all with an entry for each spatial axis."""
+class Geometry(NamedTuple):
+    """How a convolution moves over its input; sequences have an entry for each spatial axis."""
 
     size: Sequence[int]  # number of taps
     stride: Sequence[int]  # entries from one position to the next
     dilation: Sequence[int]  # entries from one tap to the next
-    positions: Sequence[int]  # number of positions
-    before: Sequence[int]  # number of zeros in front of the input
+    before: Sequence[int]  # entries added in front of an axis
+    after: Sequence[int]  # and behind it
+    groups: int
+    mode: str  # what is added
+
+    @property
+    def native(self) -> Sequence[int]:
+        """The padding that the kernel of torch can do, zeros if it cannot."""
+        is_native = self.mode == "constant" and self.before == self.after
+        return self.before if is_native else (0,) * len(self.size)
 
 
-def patch_gram(x: Tensor, kernel: Kernel) -> Tensor:
-    """Sum the outer products of all patches, of k taps, of an input without padding.
+def patches(x: Tensor, moves: Geometry, positions: Sequence[int]) -> Tensor:
+    """View the patches of a padded input: ``[N, C, *in] -> [N, C, *kernel, *positions]``."""
+    of_sample, of_channel, *spatial = x.stride()
+    taps, steps = map(mul, spatial, moves.dilation), map(mul, spatial, moves.stride)
+    return x.as_strided(
+        (*x.shape[:2], *moves.size, *positions), (of_sample, of_channel, *taps, *steps)
+    )
+
+
+def patch_gram(x: Tensor, moves: Geometry, positions: Sequence[int]) -> Tensor:
+    """Sum the outer products of all patches, of k taps, of an input before it is padded with zeros.
 
     ``[N, C, *in] -> [C·k, C·k]``.
     """
-    channels, taps = x.shape[1], prod(kernel.size)
-    count = len(x) * prod(kernel.positions)
+    channels, taps = x.shape[1], prod(moves.size)
+    count = len(x) * prod(positions)
     few = taps == 1 or count < channels * taps or channels**2 * count < WORTHWHILE
     # an accelerator waits for many small products longer than for a large one
     if few or not x.is_cpu or not CORRELATIONS.is_on:
-        return _gram_of_unfolded(x, kernel)
+        return _gram_of_unfolded(x, moves, positions)
     parts = x.split(max(1, INPUT_ENTRIES // x[0].numel()))
-    upper = reduce(torch.add, (Correlations(part, kernel).blocks() for part in parts))
+    upper = reduce(torch.add, (Correlations(part, moves, positions).blocks() for part in parts))
     found = dict(zip(combinations_with_replacement(range(taps), 2), upper.unbind(), strict=True))
     every = [found[i, j] if i <= j else found[j, i].T for i in range(taps) for j in range(taps)]
     gram = torch.stack(every).reshape(taps, taps, channels, channels)
     return gram.permute(2, 0, 3, 1).reshape(channels * taps, channels * taps)
 
 
-def _gram_of_unfolded(x: Tensor, kernel: Kernel) -> Tensor:
+def _gram_of_unfolded(x: Tensor, moves: Geometry, positions: Sequence[int]) -> Tensor:
     """Return the same from the patches themselves."""
-    size, stride, dilation, positions, before = kernel
-    behind = [
-        max(0, s * (t - 1) + d * (k - 1) + 1 - low - entries)
-        for (k, s, d, t, low), entries in zip(zip(*kernel, strict=True), x.shape[2:], strict=True)
-    ]
+    size, stride, dilation, before, *_ = moves
+    axes = zip(size, stride, dilation, before, positions, x.shape[2:], strict=True)
+    behind = [max(0, s * (t - 1) + d * (k - 1) + 1 - low - n) for k, s, d, low, t, n in axes]
     margins = zip(reversed(before), reversed(behind), strict=True)
     x = pad(x, [width for pair in margins for width in pair])
-    unfolded = patches(x, size, stride, dilation, positions)
+    unfolded = patches(x, moves, positions)
     parts = unfolded.split(max(1, PATCH_ENTRIES // unfolded[0].numel()))
     features = x.shape[1] * prod(size)
     rows = (part.movedim(0, 1 + len(size)).reshape(features, -1) for part in parts)
@@ -102,15 +102,16 @@ class Correlations:
     borders.
     """
 
-    def __init__(self, x: Tensor, kernel: Kernel):
+    def __init__(self, x: Tensor, moves: Geometry, positions: Sequence[int]):
         """Sort the entries: ``[*phases, C, *entries, N]``.
 
         Zeros behind the entries of all axes but the first make a shift along the axes one of the
         flattened entries.
         """
-        stride, dims = kernel.stride, len(kernel.size)
-        self.positions, axes = kernel.positions, range(dims)
-        rests = [-size % step for size, step in zip(x.shape[2:], stride, strict=True)]
+        size, stride, dilation, before, *_ = moves
+        dims = len(size)
+        self.positions, axes = positions, range(dims)
+        rests = [-entries % step for entries, step in zip(x.shape[2:], stride, strict=True)]
         x = pad(x, [width for rest in reversed(rests) for width in (0, rest)])
         for axis in axes:
             x = x.unflatten(2 + 2 * axis, (-1, stride[axis]))
@@ -118,7 +119,7 @@ class Correlations:
         self.entries = x.shape[dims + 1 : -1]
         on_axes = [
             [divmod(d * i - low, s) for i in range(k)]
-            for k, s, d, _, low in zip(*kernel, strict=True)
+            for k, s, d, low in zip(size, stride, dilation, before, strict=True)
         ]
         self.taps = [
             Tap(tuple(phase for _, phase in tap), tuple(start for start, _ in tap))
