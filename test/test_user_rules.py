@@ -16,7 +16,7 @@ from torch import Tensor, einsum, nn
 from backpack import backpack, extend, extensions
 from backpack.core.derivatives import check_rule, derivatives_of
 from backpack.core.derivatives.automatic import AutomaticDerivatives
-from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseParameterDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.derivatives.elementwise import SigmoidDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
@@ -322,6 +322,106 @@ def test_second_order_rule() -> None:
     ext.set_module_extension(Scale, ScaleDiagGGN())
     params = run(model, ext, batch=batch)
     check(params, "diag_ggn_exact", truth(oracle.ggn_diag, model, batch))
+
+
+class Bent(Scale):
+    """``y = weight x³``: its second derivative is diagonal."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x**3
+
+
+class BentDerivativesFor171(BaseParameterDerivatives):
+    """In the form of release 1.7.1: few methods know of ``subsampling``, and none is in a list."""
+
+    def hessian_is_zero(self, module: Any) -> bool:
+        return False
+
+    def hessian_is_diagonal(self, module: Any) -> bool:
+        return True
+
+    def hessian_diagonal(self, module: Any, g_in: Any, g_out: Any) -> Any:
+        return 6 * module.input0 * module.weight * g_out[0]
+
+    def _residual_mat_prod(self, module: Any, g_inp: Any, g_out: Any, mat: Any) -> Any:
+        return mat * self.hessian_diagonal(module, g_inp, g_out)
+
+    def _jac_mat_prod(self, module: Any, g_inp: Any, g_out: Any, mat: Any) -> Any:
+        return mat * 3 * module.input0**2 * module.weight
+
+    def _jac_t_mat_prod(
+        self, module: Any, g_inp: Any, g_out: Any, mat: Any, subsampling: Any = None
+    ) -> Any:
+        return mat * 3 * subsample(module.input0, subsampling=subsampling) ** 2 * module.weight
+
+    def _weight_jac_mat_prod(self, module: Any, g_inp: Any, g_out: Any, mat: Any) -> Any:
+        return mat.unsqueeze(1) * module.input0**3
+
+    def _weight_jac_t_mat_prod(
+        self,
+        module: Any,
+        g_inp: Any,
+        g_out: Any,
+        mat: Any,
+        sum_batch: bool = True,
+        subsampling: Any = None,
+    ) -> Any:
+        product = mat * subsample(module.input0, subsampling=subsampling) ** 3
+        return product.sum(1) if sum_batch else product
+
+
+class BentProducts(MatToJacMat):
+    """Squares what such derivatives return."""
+
+    def __init__(self) -> None:
+        super().__init__(BentDerivativesFor171(), params=["weight"])
+
+    def weight(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> Tensor:
+        products = self.derivatives.param_mjp(
+            "weight", module, g_inp, g_out, bpQuantities, sum_batch=False
+        )
+        return products.square().sum((0, 1))
+
+
+def bent_model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), Bent(), nn.Sigmoid(), nn.Linear(3, 2))
+
+
+def test_derivatives_for_the_last_release() -> None:
+    """In a module extension, and registered for every extension."""
+    model, batch = bent_model(), data()
+    ext = extensions.DiagGGNExact()
+    ext.set_module_extension(Bent, BentProducts())
+    expected = truth(oracle.ggn_diag, model, batch)
+    check(run(model, ext, batch=batch), "diag_ggn_exact", expected)
+    register(Bent)(BentDerivativesFor171)
+    check_rule(Bent(), batch[0])
+    check(run(model, extensions.DiagGGNExact(), batch=batch), "diag_ggn_exact", expected)
+
+
+@pytest.mark.parametrize("rows", [None, [3, 1]])
+def test_products_of_derivatives_for_the_last_release(rows: list[int] | None) -> None:
+    """Methods that are not told the rows see the tensors of these rows alone."""
+    register(Bent)(BentDerivativesFor171)
+    model, (X, y) = bent_model(), data()
+    p, loss, units = model[0].weight, nn.CrossEntropyLoss(reduction="sum"), torch.eye(9)
+    chosen = slice(None) if rows is None else rows
+    value = loss(model(X[chosen]), y[chosen])
+    (gradient,) = torch.autograd.grad(value, p, create_graph=True)
+    second = [torch.autograd.grad(g, p, retain_graph=True)[0] for g in gradient.flatten()]
+    hessian = torch.stack(second).reshape(9, 9)
+    ggn = oracle.ggn_diag(copy.deepcopy(model), loss, X[chosen], y[chosen])[0].flatten()
+    extend(model)
+    with backpack(extensions.GGNMP(subsampling=rows), extensions.DiagHessian(subsampling=rows)):
+        extend(loss)(model(X), y).backward()
+    torch.testing.assert_close(p.diag_h.flatten(), hessian.diagonal(), **TOLERANCE)
+    block = p.ggnmp(units.reshape(9, 3, 3)).reshape(9, 9)
+    torch.testing.assert_close(block.diagonal(), ggn, **TOLERANCE)
+    if rows is None:
+        with backpack(extensions.HMP()):
+            extend(loss)(model(X), y).backward()
+        block = p.hmp(units.reshape(9, 3, 3)).reshape(9, 9)
+        torch.testing.assert_close(block, hessian, **TOLERANCE)
 
 
 def test_second_order_rule_next_to_a_built_in_extension() -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from backpack.core.derivatives.lossbase import is_loss, is_nll
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_loss, is_nll
 from backpack.core.record.registry import REGISTRY
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.pad import Pad
@@ -68,6 +69,16 @@ publish(
     {
         file: {name: type(REGISTRY[module_class]) for name, module_class in names.items()}
         for file, names in SERVED.items()
+    },
+)
+# What rules for 1.7.1 derive from.
+publish(
+    "backpack.core.derivatives",
+    {
+        "basederivatives": {
+            "BaseParameterDerivatives": BaseDerivatives,
+            "BaseLossDerivatives": BaseLossDerivatives,
+        }
     },
 )
 publish("backpack.utils", {"module_classification": {"is_loss": is_loss, "is_nll": is_nll}})

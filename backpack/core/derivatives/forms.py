@@ -7,7 +7,7 @@ are given the context: they show the tensors of the call, and check the shapes o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -127,6 +127,11 @@ def arguments_of(function: Any) -> Iterable[str]:
 def _translated(name: str, function: Callable[..., Any], form: Form, **options: Any) -> Any:
     """Return our method that calls that of a user's rule."""
     is_checked = form.method.endswith(("vjp", "jvp", "hvp", "hessian_diag"))
+    taken: Sequence[str] = form.arguments
+    names = [*arguments_of(function)][1:]
+    takes_rows = "subsampling" in names or len(names) != len(taken) - 1
+    if not takes_rows:  # as most methods in 1.7.1, which were given all rows
+        taken = [key for key in taken if key != "subsampling"]
 
     def method(self: Any, c: Context, *arguments: Any) -> Any:
         values: dict[str, Any] = dict.fromkeys(form.own_arguments)  # optional ones are None
@@ -134,7 +139,9 @@ def _translated(name: str, function: Callable[..., Any], form: Form, **options: 
         values |= {"g_inp": None, "g_out": c.grad_out, "subsampling": c.rows, **options}
         with c.shown() as module:
             values["module"] = module
-            result = function(self, *[values[key] for key in form.arguments])
+            if c.rows is not None and not takes_rows:
+                _show_rows(c, values)
+            result = function(self, *[values[key] for key in taken])
         if not is_checked:
             return result
         result = tuple(result) if isinstance(result, list) else result
@@ -144,6 +151,15 @@ def _translated(name: str, function: Callable[..., Any], form: Form, **options: 
 
     method.translates = name  # type: ignore[attr-defined]
     return method
+
+
+def _show_rows(c: Context, values: dict[str, Any]) -> None:
+    """Restrict what a call has stored, which is shown at its module, to the rows at hand."""
+    tensors = {f"input{i}": x for i, x in enumerate(c.inputs) if isinstance(x, Tensor)}
+    if len(c.outputs) == 1:
+        tensors["output"] = c.output
+    vars(values["module"]).update({key: c.select(x) for key, x in tensors.items()})
+    values["g_out"] = [g if g is None else c.select(g) for g in c.grad_out]
 
 
 def _expected(

@@ -73,6 +73,10 @@ class Interface:
                 found |= translations(name, function)
         for method, own in found.items():
             setattr(cls, method, own)
+        matches = filter(None, map(OF_PARAMETER.fullmatch, found))
+        told = [match[1] for match in matches if match[1] != "param"]
+        if told and "params" not in own_attributes(cls):  # rules for 1.7.1 had no such list
+            cls.params = tuple(dict.fromkeys([*cls.params, *told]))
 
     def _ours(self, method: str, *names: str) -> Callable[..., Any]:
         """Return our method of this name, passing over translations of these methods of a user.
