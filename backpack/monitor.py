@@ -497,9 +497,10 @@ def gradient_snr(params: Iterable[Parameter]) -> Tensor:
 
     Raises:
         ValueError: If ``batch_l2`` is that of some samples alone (``subsampling``).
-        RuntimeError: If the gradient has accumulated over several backward passes, or changed
-            since the one that has computed ``batch_l2``; on several processes, if one of them has
-            an error or does not come.
+        RuntimeError: If the gradient has accumulated over several backward passes, ``batch_l2`` has
+            while the gradient was cleared, or the gradient was changed since the pass that has
+            computed ``batch_l2``; on several processes, if one of them has an error or does not
+            come.
         NotImplementedError: If some gradients are averaged over several processes, others are not.
     """
     params = list(params)
@@ -517,7 +518,9 @@ def gradient_snr(params: Iterable[Parameter]) -> Tensor:
             "gradient_snr needs grad and batch_l2 of one backward pass, but grad has accumulated "
             "over several (micro-batches, or zero_grad() was not called), or was changed since "
             "(another backward pass, clipping, unscaling), and batch_l2 is that of one alone. "
-            "Compute it from one backward pass with the whole batch, right after that."
+            "Compute it from one backward pass with the whole batch, right after that. With "
+            "accumulate=True, batch_l2 is that of several: clear both, by backpack.clear(model) "
+            "where you call zero_grad()."
         )
     groups = {of and of.groups for of in (noted(p, "batch_l2").averaged for p in params)}
     if len(groups) > 1:

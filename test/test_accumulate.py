@@ -302,6 +302,17 @@ def test_signal_to_noise() -> None:
         gradient_snr(list(model.parameters()))
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_signal_to_noise_where_the_gradient_alone_was_cleared(set_to_none: bool) -> None:
+    """It was the signal of the last part, and the noise of all of them."""
+    model, lossfunc = extend(plain_net()), extend(nn.CrossEntropyLoss(reduction="sum"))
+    for part in parts():
+        model.zero_grad(set_to_none)
+        accumulate(model, lossfunc, [part], e.BatchL2Grad())
+    with pytest.raises(RuntimeError, match=r"backpack\.clear\(model\)"):
+        gradient_snr(list(model.parameters()))
+
+
 def _without_synchronisation(rank: int, count: int) -> None:
     """Two batches on each process: the gradients are averaged at the last, or at both."""
     sizes = [2, 1, 3, 1]  # of process 0, of process 1

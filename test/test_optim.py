@@ -1473,6 +1473,37 @@ def test_gradient_and_curvature_that_both_go_on_are_not_told() -> None:
             optimiser.step()
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("name", ["DiagGGN, sampled", "KFAC", "KFLR"])
+def test_forgotten_clear_is_told_once(name: str, set_to_none: bool) -> None:
+    """The curvature was that of all batches so far, and the gradient that of the last one."""
+    model = network()
+    optimiser = WITH_CURVATURE[name](model.parameters(), lr=0.01)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            optimiser.zero_grad(set_to_none)
+            micro_batches(model, optimiser, True)
+            optimiser.step()
+    (told,) = caught
+    assert re.search(r"of parameter 0 .*backpack.clear\(model\) was not called", str(told.message))
+    assert told.filename == __file__
+
+
+def test_curvature_that_begins_anew_is_not_told() -> None:
+    """A pass that does not accumulate ends what was added up."""
+    model = network()
+    optimiser = KFAC(model.parameters(), lr=0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(4):
+            optimiser.zero_grad()
+            micro_batches(model, optimiser, accumulate=False, count=1)
+            optimiser.zero_grad()
+            micro_batches(model, optimiser, accumulate=i != 2)
+            optimiser.step()
+
+
 # --- Privacy --------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backpack.context import without_autocast
 from backpack.core.engine.checks import check_one_process
-from backpack.core.engine.results import is_added_to_used, note_step, noted
+from backpack.core.engine.results import contain_used, note_step, noted
 from backpack.core.values import at_least_single
 from backpack.distributed.shards import whole
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -74,7 +74,7 @@ class PreconditionedOptimizer(ExtensionOptimizer):
 
     at_least: ClassVar = {**ExtensionOptimizer.at_least, "curvature_every": 1}
     more_than: ClassVar = {"damping": 0}
-    _has_told = False  # of gradients that were added to those of the step before
+    _has_told = False  # of gradients, or curvature, that were added to those of the step before
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class PreconditionedOptimizer(ExtensionOptimizer):
         steps = [scale * one.group["lr"] * direction for one, direction in pairs]
         for one, step in zip(trained, steps, strict=True):
             one.p.sub_(step)
-            note_step(one.p)
+            note_step(one.p, self.extension.savefield)
 
         if interval is not None and closure is not None and self._count() % interval == 0:
             with torch.enable_grad():
@@ -222,19 +222,30 @@ class PreconditionedOptimizer(ExtensionOptimizer):
                 )
 
     def _tell_if_added(self) -> None:
-        """Warn once if gradients contain those of the step before, but curvature does not."""
+        """Warn once if either gradients or curvature contain those of the step before."""
         if self._has_told:
             return
+        name = self.extension.savefield
         for group, p, _ in self._trained():
-            if self._is_due(group, self.state.get(p, {})) and is_added_to_used(p):
-                self._has_told = True
-                warn(
-                    f"{type(self).__name__}: the gradient of {self._describe(p)} was added to that "
-                    "of the step before, because zero_grad() was not called. It is that of several "
-                    "batches, the curvature that of the last one. Call optimizer.zero_grad() "
-                    "before backward()."
+            gradient, curvature = contain_used(p, name)
+            if gradient == curvature or not self._is_due(group, self.state.get(p, {})):
+                continue
+            self._has_told = True
+            if gradient:
+                why = (
+                    f"the gradient of {self._describe(p)} was added to that of the step before, "
+                    "because zero_grad() was not called. It is that of several batches, the "
+                    "curvature that of the last one. Call optimizer.zero_grad() before backward()."
                 )
-                return
+            else:
+                why = (
+                    f"the {name} of {self._describe(p)} was added to that of the step before "
+                    "(accumulate=True), because backpack.clear(model) was not called. It is that "
+                    "of several batches, the gradient that of the last one. Call "
+                    "backpack.clear(model) where you call zero_grad()."
+                )
+            warn(f"{type(self).__name__}: {why}")
+            return
 
     def _average(self, group: Group, p: Tensor, state: dict[str, Any], gradient: Tensor) -> None:
         """Update the averages of the gradient and, if it is its turn, of the curvature."""

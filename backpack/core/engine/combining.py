@@ -95,6 +95,7 @@ class Accumulated(NamedTuple):
     joined: Statistics | None  # what all processes have
     local: Statistics | None  # added on this process alone since, as under ``no_sync()``
     times: int = 0  # how many passes have added to what all processes have
+    chain: Any = None  # the same object in all passes that are added up
 
 
 class Combining:
@@ -405,7 +406,9 @@ class Combining:
                 raise NotImplementedError(LOCAL_BEHIND_ALL)
             whole = _plus(old.joined, part)
             after.append(
-                Accumulated(whole, None, old.times + 1) if is_joined else old._replace(local=part)
+                Accumulated(whole, None, old.times + 1, old.chain)
+                if is_joined
+                else old._replace(local=part)
             )
             samples = [whole.own_samples(ext) for ext in part.exts] if is_joined else []
             (whole.copy() if self.accumulates else whole).extract(write)
@@ -440,7 +443,7 @@ class Combining:
 
     def _accumulated_before(self, part: Statistics) -> Accumulated:
         """Return what earlier passes have accumulated for the same extensions; refuse others."""
-        nothing = Accumulated(None, None)
+        nothing = Accumulated(None, None, chain=object())
         if not self.accumulates:
             return nothing
         found = [results.noted(part.parameter, ext.savefield).accumulated for ext in part.exts]
@@ -450,7 +453,7 @@ class Combining:
             return nothing
         if same and isinstance(first, Loaded):
             if first.state["options"] == options_of(part.exts):
-                return Accumulated(first.restored(part), None, 1)
+                return Accumulated(first.restored(part), None, 1, object())
         elif same:
             known = list(map(_options, (first.joined or first.local).exts))
             own = list(map(_options, part.exts))  # in any order

@@ -33,6 +33,7 @@ class Used(NamedTuple):
     grad: ref[Tensor]
     version: int  # counts its changes in place
     is_added_to: bool = False  # whether a backward pass found it unchanged, and added to it
+    chain: Any = None  # of the passes that have added up the result that was used with it
 
 
 class Averaged(NamedTuple):
@@ -252,30 +253,42 @@ def has_other_gradient(p: Parameter, name: str) -> bool:
     return beside.grad() is not grad or beside.version != grad._version
 
 
-def note_step(p: Tensor) -> None:
-    """Note that an optimiser has used the gradient that a parameter has now."""
+def note_step(p: Tensor, name: str) -> None:
+    """Note that an optimiser has used the gradient and a result that a parameter has now."""
     own, grad = vars(p), p.grad
     if isinstance(own, Attributes):
-        own.used = None if grad is None else Used(ref(grad), grad._version)
+        chain = _chain(p, name)
+        own.used = None if grad is None else Used(ref(grad), grad._version, chain=chain)
 
 
-def note_pass(parameters: Iterable[Tensor]) -> None:
-    """Note whether a backward pass, which has not come to gradients yet, adds to used ones."""
+def _chain(p: Tensor, name: str) -> Any:
+    return getattr(noted(p, name).accumulated, "chain", None)
+
+
+def note_pass(parameters: Iterable[Tensor], is_first: bool = True) -> None:
+    """Note whether a backward pass, which has not come to gradients yet, adds to used ones.
+
+    One whose results go on may be a later one since they were used: not the ``is_first``.
+    """
     for p in parameters:
         own, grad = vars(p), p.grad
         used = own.used if isinstance(own, Attributes) else None
         if used is not None:
             # a gradient may be zero, with no change that is counted (p.grad.data.zero_())
             same = grad is not None and used.grad() is grad and used.version == grad._version
-            added = same and type(grad) is Tensor and bool(grad.any())
+            added = same and type(grad) is Tensor and (not is_first or bool(grad.any()))
+            added = added or (used.is_added_to and not is_first)
             own.used = used._replace(is_added_to=added)  # type: ignore[attr-defined]
 
 
-def is_added_to_used(p: Tensor) -> bool:
-    """Whether the gradient contains that of the step before, and that of a backward pass since."""
+def contain_used(p: Tensor, name: str) -> tuple[bool, bool]:
+    """Whether gradient and result contain those of the step before, and of a pass since."""
     own = vars(p)
     used = own.used if isinstance(own, Attributes) else None
-    return used is not None and used.is_added_to and used.grad() is p.grad
+    if used is None:
+        return False, False
+    goes_on = used.chain is not None and used.chain is _chain(p, name)
+    return used.is_added_to and used.grad() is p.grad, goes_on
 
 
 def saved(p: Tensor) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from operator import attrgetter
 from typing import Any
 
@@ -14,7 +14,7 @@ from backpack.context import Configuration
 from backpack.core.engine import call_products, elided_gradients
 from backpack.core.engine.combining import Combining
 from backpack.core.engine.intercept import Entry
-from backpack.core.engine.results import note_pass
+from backpack.core.engine.results import has_other_gradient, note_pass
 from backpack.core.record import shards
 from backpack.core.record.context import context_of
 from backpack.core.record.visits import Visit
@@ -40,8 +40,9 @@ class Trained:
         self._notes_accumulation = any(map(_BELONGS, configuration.first_order))
         self.owed: set[Parameter] = set()  # this pass accumulates theirs, in autograd's place
         self.gradients: dict[Parameter, Tensor] = {}  # of these, until they are accumulated
-        # whether p.grad had entries other than 0 before, where results belong to this gradient
-        self.accumulated: dict[Parameter, Tensor] = {}
+        # where results belong to p.grad: whether that had entries other than 0 before, or lacks
+        # passes that results which go on have added up
+        self.accumulated: dict[Parameter, Tensor | bool] = {}
 
     def find(self, call: Visit) -> None:
         """Note which parameters of a call are trained, and what their gradients were before."""
@@ -50,13 +51,15 @@ class Trained:
             for name, p in call.params.items():
                 if self._is_trained(p):
                     call.trained[name] = p
-            own: Iterable[Parameter] = call.trained.values()
+            own: Collection[Parameter] = call.trained.values()
             if shards.KNOWN:
-                own = map(shards.home, own)
+                own = list(map(shards.home, own))
             # to which the pass at hand adds later
             added = {p: p.grad for p in own if p.is_leaf and p.grad is not None}
             if self._combining.accumulates:
-                added = {p: grad for p, grad in added.items() if not self._combining.continues(p)}
+                going_on = {p for p in own if p.is_leaf and self._combining.continues(p)}
+                self._note_going_on(going_on)
+                added = {p: grad for p, grad in added.items() if p not in going_on}
             if added:
                 note_pass(added)
             if self._notes_accumulation:
@@ -65,6 +68,13 @@ class Trained:
         if len(call.trained) < len(call.params):
             left_out = [p for name, p in call.params.items() if name not in call.trained]
             self._untrained.update(map(shards.home, left_out))
+
+    def _note_going_on(self, parameters: Collection[Parameter]) -> None:
+        """Note whether gradients contain the earlier passes that results of parameters do."""
+        note_pass(parameters, is_first=False)
+        for p in parameters:
+            if any(has_other_gradient(p, ext.savefield) for ext in self._combining.exts):
+                self.accumulated[p] = True
 
     def _is_trained(self, p: Parameter) -> bool:
         """Whether ``p`` gets a gradient, from autograd (see ``backward(inputs=)``) or from here."""
