@@ -232,3 +232,24 @@ def test_inverse_beyond_the_precision_of_the_factors() -> None:
             inv_kfacs([factor.half()])
     values = {"A": torch.eye(2), "B": torch.eye(3)}.values()
     assert [len(each) for each in inv_kfacs(values)] == [2, 3]  # type: ignore[arg-type]
+
+
+def test_a_factor_for_which_single_precision_does_not_converge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As LAPACK's may, for factors of a network with units that are off: double precision is."""
+    decompose = torch.linalg.eigh
+
+    def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        if matrix.dtype == torch.float32 or not matrix.isfinite().all():
+            raise torch.linalg.LinAlgError("The algorithm failed to converge.")
+        return decompose(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", eigh)
+    factor = rand_spd(4).float()
+    values, basis = eigh_semidefinite(factor)
+    assert values.dtype == basis.dtype == torch.float32
+    torch.testing.assert_close(basis * values @ basis.T, factor)
+    factor[0, 0] = torch.nan
+    with pytest.raises(torch.linalg.LinAlgError, match="not finite: the data"):
+        eigh_semidefinite(factor)

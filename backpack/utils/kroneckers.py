@@ -170,12 +170,14 @@ def eigh_semidefinite(factor: Tensor, in_double: bool = False) -> tuple[Tensor, 
         try:
             values, vectors = torch.linalg.eigh(factor.to(wide))
         except torch.linalg.LinAlgError as error:
-            if factor.isfinite().all():
-                raise
-            raise torch.linalg.LinAlgError(
-                f"A Kronecker factor of shape {list(factor.shape)} has entries that are not "
-                "finite: the data, or the outputs of the model, are not."
-            ) from error
+            if not factor.isfinite().all():
+                raise torch.linalg.LinAlgError(
+                    f"A Kronecker factor of shape {list(factor.shape)} has entries that are not "
+                    "finite: the data, or the outputs of the model, are not."
+                ) from error
+            # where entries are small, single precision may not converge: of rows that are zero
+            found = torch.linalg.eigh(factor.cpu().double())
+            values, vectors = (each.to(wide).to(factor.device) for each in found)
     if len(values):
         round_off = 10 * torch.finfo(single).eps * values.max()  # that of the entries
         values = torch.where(values > round_off, values, 0)
