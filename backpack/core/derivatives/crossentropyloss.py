@@ -210,9 +210,6 @@ class NLLLossDerivatives(CrossEntropyLossDerivatives):
     Scores that are no log-probabilities have no such distribution: their GGN is an error.
     """
 
-    hessian_sum = CrossEntropyLossDerivatives.hessian_sum
-    thin_hessian_root = CrossEntropyLossDerivatives.thin_hessian_root
-
     def log_p(self, c: Context) -> Tensor:
         """Return the prediction: it is a logarithm of probabilities."""
         return c.x
