@@ -36,7 +36,6 @@ from backpack.context import (
 from backpack.convert.graph import convert_module_to_backpack
 from backpack.convert.recording import is_open, is_recorded, record_functions
 from backpack.convert.tracing import ConversionError
-from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine import checks
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.engine.combining import Combining
@@ -104,7 +103,7 @@ def _instead_of_module(given: object) -> str:
 
 
 def _is_loss(call: calls.Call | None) -> bool:
-    return call is not None and isinstance(call.derivatives, BaseLossDerivatives)
+    return call is not None and call.is_loss
 
 
 class backpack(ShowsOptions):

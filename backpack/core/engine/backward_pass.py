@@ -28,7 +28,6 @@ from backpack.context import (
     without_autocast,
 )
 from backpack.core import memory
-from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine import checks, results
 from backpack.core.engine.combining import NO_GRAPH, Combining
 from backpack.core.engine.extracted import fail, names_of
@@ -515,4 +514,4 @@ def _is_called_from_here() -> bool:
 
 
 def _is_loss(call: Visit) -> bool:
-    return isinstance(call.derivatives, BaseLossDerivatives) and not call.shape_out[0]
+    return call.is_loss and not call.shape_out[0]

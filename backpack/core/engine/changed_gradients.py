@@ -98,8 +98,8 @@ def find_changed(plan: Plan, functions: Collection[Visit]) -> list[Visit]:
         rule, places = call.derivatives, map(call.place_in, range(len(call.inputs)))
         is_known = rule is not None and not call.is_unbatched and any(g is not None for g in grads)
         # a loss of chosen rows is about these as they are
-        of_several = is_known and rule.is_loss and rule.predictions(context_of(call)) != (0,)
-        is_scattered = is_known and rule.is_loss and any(p and p.is_scattered for p in places)
+        of_several = is_known and call.is_loss and rule.predictions(context_of(call)) != (0,)
+        is_scattered = is_known and call.is_loss and any(p and p.is_scattered for p in places)
         if not is_known or of_several or is_scattered:
             suspects = {o: maker for o, maker in suspects.items() if o not in call.origins_in}
             continue

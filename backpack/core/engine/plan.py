@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine.call_products import shape_in, shape_out
 from backpack.core.lazy import lazy
 from backpack.core.record.calls import is_converted
@@ -125,7 +124,7 @@ class Plan:
         self.mixing = False
         self.bytes = self.size = 0
         for call in self.calls:
-            if isinstance(call.derivatives, BaseLossDerivatives):
+            if call.is_loss:
                 self.losses.append(call)
             if call.couples_samples:
                 self.mixing = True
@@ -260,12 +259,11 @@ class Plan:
         """Number of rows along the batch axis of a call, 0 if it has none."""
         if call.is_unbatched:
             return call.copies
-        is_loss = isinstance(call.derivatives, BaseLossDerivatives)
-        shape = call.shape_in[0] if is_loss else call.shape_out[0]
+        shape = call.shape_in[0] if call.is_loss else call.shape_out[0]
         if shape and call.rows_are_samples:
             return shape[0]
-        place = call.place_in(0) if is_loss else call.place_out(0)
-        if is_loss and place is None and shape:  # the prediction is data
+        place = call.place_in(0) if call.is_loss else call.place_out(0)
+        if call.is_loss and place is None and shape:  # the prediction is data
             return shape[0]
         return place.rows(shape) if shape and place is not None else 0
 
@@ -275,8 +273,7 @@ class Plan:
         rows = cls.num_rows(call)
         if call.is_unbatched or call.rows_are_samples or not rows:
             return rows
-        is_loss = isinstance(call.derivatives, BaseLossDerivatives)
-        place = call.place_in(0) if is_loss else call.place_out(0)
+        place = call.place_in(0) if call.is_loss else call.place_out(0)
         return rows if place is None else place.samples
 
     def rows(self, call: Visit, samples: Rows) -> Rows:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack.core.derivatives.elementwise_losses import ElementwiseLossDerivatives as Elementwise
-from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.engine import checks
 from backpack.core.engine.findings import OF_DATA, Findings
@@ -91,16 +90,15 @@ class SampleFlow:
         self._follow(call, paths)
         if call.mixed_data is not None:
             self.found.data[call.mixed_data] = None
-        is_loss = isinstance(rule, BaseLossDerivatives)
         if rule is not None:
             mixes = call.couples_samples or (not call.params and rule.couples_samples_unseen(call))
             if mixes is not False:
-                self._note(call, mixes, self.found.losses if is_loss else self.found.modules)
+                self._note(call, mixes, self.found.losses if call.is_loss else self.found.modules)
             if self.looks_at_loss:
                 self._note(call, rule.divides_by_targets(call), self.found.data, f", {DIVIDES}")
         if self.looks_at_loss and call.layouts_in and not call.shape_out[0]:
-            self._note_chosen(call, paths, is_loss)
-        if self.looks_at_loss and is_loss:
+            self._note_chosen(call, paths)
+        if self.looks_at_loss and call.is_loss:
             self._note_reduction(call)
 
     def _note(
@@ -145,13 +143,13 @@ class SampleFlow:
         if len(roots) == 1 and origin(roots[0]) in call.origins_out and name and shape:
             self.reduction = LossReduction(name, describe(call.module), shape)
 
-    def _note_chosen(self, call: Visit, paths: Mapping[int, Path], is_loss: bool) -> None:
+    def _note_chosen(self, call: Visit, paths: Mapping[int, Path]) -> None:
         """Note a mean over chosen rows, which divides by their number."""
         layout, path, is_mean = call.layouts_in[0], paths.get(0), True
         if "mean" not in (getattr(call.module, what, None) for what in ("reduction", "name")):
             layout, is_mean = None, False
             node: Any = torch._C._current_autograd_node()  # the functions of the loss itself
-            path = path_above(node, 0, opens_losses=True) if is_loss else None
+            path = path_above(node, 0, opens_losses=True) if call.is_loss else None
         owners = None if layout is None else layout.owners
         are_uneven = owners is not None and not owners.is_even
         if are_uneven or (path is not None and averages_chosen(path, is_mean)):
@@ -161,43 +159,42 @@ class SampleFlow:
         """Follow the samples from a call's outputs to its inputs, and to what is above these."""
         if call.is_container:
             return
-        is_loss = isinstance(call.derivatives, BaseLossDerivatives)
-        if is_loss and not call.samples_come_first:
+        if call.is_loss and not call.samples_come_first:
             self._check_owners(call)
         if call.trained and not call.rows_are_samples:
             self._check_split(call)
         if call.is_followed:
             self.found.is_converted = True
             for i in paths:  # functions that were not seen all the same
-                self._check(call, i, paths[i], is_loss)
+                self._check(call, i, paths[i])
             return
         after = None
         for mark in call.origins_out:
             after = self.next.get(mark, after)
-        if call.trained and not is_loss and not call.is_unbatched:
+        if call.trained and not call.is_loss and not call.is_unbatched:
             own = self.note_samples(call)
             if after is not None and after[1] != own:
                 used = {*map(id, after[0].trained.values())}
                 if used.isdisjoint(map(id, call.trained.values())):  # those of tied ones are one
                     self._note_size(call, own, *after)
             after = call, own
-        elif after is not None and not is_loss and _combines_entries(call):
+        elif after is not None and not call.is_loss and _combines_entries(call):
             own = _samples_of(call)
             if own % after[1]:  # else axes are merged with that of the samples, as in attention
                 self._note_size(call, own, *after)
         for i, mark in enumerate(call.origins_in):
             if mark is None:
-                if not is_loss:
+                if not call.is_loss:
                     self.check_data(call, i)
                 continue
             path = paths.get(i)
             marks = [mark] if path is None else path.sources.values()
-            if after is not None and not is_loss:
+            if after is not None and not call.is_loss:
                 for source in marks:
                     self.next.setdefault(source, after)
             if path is not None:
-                self._check(call, i, path, is_loss)
-            elif is_loss:
+                self._check(call, i, path)
+            elif call.is_loss:
                 self._check_loss(call, i, mark)
 
     def note_samples(self, call: Visit, known: int = 0) -> int:
@@ -263,7 +260,7 @@ class SampleFlow:
 
     # ------------------------------------------------------------------ functions
 
-    def _check(self, call: Visit, i: int, path: Path, is_loss: bool) -> None:
+    def _check(self, call: Visit, i: int, path: Path) -> None:
         shape = shape_of(*path.start).shape
         if not shape or all(type(node).__name__ in RESHAPES for node in path.nodes):
             return
@@ -272,7 +269,7 @@ class SampleFlow:
             self.uses.watch(foreign)
         sources = {key: mark for key, mark in path.sources.items() if samples_in(mark)}
         axis = _axis_read(call, i)
-        if not is_loss:  # other numbers of rows are noted where there are parameters
+        if not call.is_loss:  # other numbers of rows are noted where there are parameters
             rows = shape[axis]
             if call.is_unbatched or i in call.unbatched_inputs:  # what has none is made of several
                 if any(samples_in(mark) > 1 for mark in sources.values()):
@@ -282,7 +279,7 @@ class SampleFlow:
         if not sources:
             return
         path = path._replace(sources=sources)
-        apart = None if foreign else are_apart(call.module, path, axis, is_loss)
+        apart = None if foreign else are_apart(call.module, path, axis, call.is_loss)
         if apart is None and (foreign or not all(map(is_unpacked, path.nodes))):
             self.found.unknown[f"functions before {describe(call.module)}"] = None
         if apart is False:

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from backpack.core import memory
-from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine import checks
 from backpack.core.engine.changed_gradients import CHANGED, find_changed, look_around_hooks
 from backpack.core.engine.combining import Combining
@@ -80,8 +79,7 @@ class SecondOrder:
         has_results = has_rules or any(call.trained for call in calls)
         if not has_results and any(call.params for call in calls):
             # such as for the gradient of an output with respect to data; or functions read others
-            has_loss = any(isinstance(call.derivatives, BaseLossDerivatives) for call in calls)
-            if sample_flow is not None and has_loss:
+            if sample_flow is not None and any(call.is_loss for call in calls):
                 plan = Plan(calls)
                 plan.find_gap()
                 self._tell_uncalled_layers(plan, sample_flow)
@@ -166,8 +164,7 @@ def _tell_other_rows(flow: SampleFlow, plan: Plan, exts: Sequence[Extension]) ->
     if not of_counts:
         return
     for call in plan.calls:
-        is_loss = isinstance(call.derivatives, BaseLossDerivatives)
-        if is_loss or call.is_followed or call.is_unbatched:
+        if call.is_loss or call.is_followed or call.is_unbatched:
             continue
         if call.trained:
             flow.note_samples(call, plan.samples_of[call])

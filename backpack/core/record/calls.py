@@ -83,6 +83,7 @@ class Call(PlacedCall):
     ):
         self.index = next(COUNTER)
         self.derivatives: Any = rule  # or None
+        self.is_loss = rule is not None and rule.is_loss
         self.is_container = rule is None and not is_leaf(module)
         self.was_first = was_first
         self.is_followed = "_backpack_converted" in vars(module) and _is_followed(module)

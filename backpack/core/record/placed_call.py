@@ -39,6 +39,7 @@ class PlacedCall(ModuleState):
     """One call of a module, with the place of the samples in its inputs and outputs."""
 
     derivatives: Any  # the rule of the module; None for a container
+    is_loss = False  # whether it is the rule of a loss
     inputs: tuple[Any, ...]  # in the order of the signature, flattened; attached to their graph
     outputs: tuple[Tensor, ...]  # flattened and detached
     shape_in: tuple[Size | None, ...]  # None for what is no tensor
@@ -176,7 +177,7 @@ class PlacedCall(ModuleState):
             if mark is not None and not self.is_transparent:
                 if not mark.is_output:
                     mark.is_output, mark.by_container = True, self.is_container
-                    mark.of_loss = rule is not None and rule.is_loss
+                    mark.of_loss = self.is_loss
                 mark.layout = mark.layout or layout
                 mark.lost = mark.lost or self.misplaced
 

@@ -187,7 +187,7 @@ class Visit(Call):
         layouts = list(self.layouts_in)
         for i, mark in marks.items():
             layouts[i] = mark.layout
-        if self.derivatives.is_loss:
+        if self.is_loss:
             self.layouts_in = tuple(layouts)
             self._find_layouts_out()
             if self.misplaced is not None:
@@ -209,7 +209,7 @@ class Visit(Call):
         """Take the automatic derivatives of any leaf for those of a loss, or raise a ValueError."""
         rule = fallback(self.module, self.outputs)
         assert rule is not None
-        self.derivatives = rule
+        self.derivatives, self.is_loss = rule, rule.is_loss
         self.kept = saved_by(rule, self.module, self.inputs, self.outputs)
         self.saved = self.kept.copy()
         self._ask_for_layouts_out(rule)
