@@ -86,8 +86,7 @@ class AutomaticDerivatives(BaseDerivatives):
     _evaluation = BaseDerivatives.evaluation
 
     def vjp(self, c: Context, v: Any) -> Any:
-        evaluation = self.evaluation(c)
-        vs = [v] if isinstance(v, Tensor) else list(v)
+        evaluation, vs = self.evaluation(c), listed(v)
         needed = c.saved["needed"]
         # what has no samples, though the outputs have
         apart = [i for i in needed if evaluation.has_samples and evaluation.axis(i) is None]

@@ -443,8 +443,8 @@ def _joined(one: Tensor, other: Tensor) -> Tensor:
     return torch.where(differ, SEVERAL, torch.where(other == NONE, one, other))
 
 
-def _contain(numbers: Sequence[Tensor] | None, number: int) -> bool:
-    return any(bool((each == number).any()) for each in numbers or ())
+def _contain(numbers: Sequence[Tensor], number: int) -> bool:
+    return any(bool((each == number).any()) for each in numbers)
 
 
 def _draw(x: Tensor, generator: torch.Generator, positive: bool) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from backpack.core.derivatives import affine, reductions
 from backpack.core.derivatives.by_autograd import transposed
 from backpack.core.derivatives.facts import Facts
+from backpack.core.derivatives.vectors import listed
 from backpack.core.record.context import Context
 from backpack.core.record.module_state import describe
 from backpack.core.rows import take_rows
@@ -201,7 +202,7 @@ class ParameterProducts(Facts):
         weights: Tensor | None,
     ) -> dict[str, Tensor]:
         """Reduce ``[V, N, *shape]`` slice by slice."""
-        each = [v] if isinstance(v, Tensor) else list(v)
+        each = listed(v)
         axes = [1 + self.axis_out(c, i) for i in range(len(each))]
         like, axis = next((m, a) for m, a in zip(each, axes, strict=True) if m is not None)
         num_v, count = like.shape[0], like.shape[axis]
