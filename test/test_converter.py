@@ -40,6 +40,7 @@ from backpack.custom_module.graph_utils import (
 )
 from backpack.custom_module.parameter_module import ParameterModule
 from backpack.custom_module.products import MulModule
+from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.custom_module.scale_module import ScaleModule
 from backpack.custom_module.stochastic_depth import StochasticDepth
 
@@ -2126,6 +2127,19 @@ def test_hooks_of_a_container_and_of_the_model() -> None:
     net[0].register_forward_hook(lambda module, args, output: 2 * output)
     net.register_forward_hook(lambda module, args, output: output + 1)
     assert_same(convert(net), net, X)
+
+
+def test_hooks_that_say_no_module() -> None:
+    """Those of types that are written in C: the module of one is None, the other has none."""
+    inputs: dict[nn.Module, Any] = {}
+    gradients: dict[nn.Module, Any] = {}
+    net = nn.Sequential(nn.Sequential(nn.Linear(6, 6)), nn.LSTM(6, 3, num_layers=2), ReduceTuple())
+    net[0].register_forward_pre_hook(inputs.__setitem__)
+    net[1].register_full_backward_pre_hook(gradients.setdefault)
+    converted = convert(net)
+    assert_same(converted, net, X[:, 0])
+    converted(X[:, 0]).sum().backward()
+    assert [type(module) for module in gradients] == [nn.LSTM]
 
 
 def test_original_is_extended_already() -> None:

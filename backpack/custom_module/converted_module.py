@@ -251,7 +251,12 @@ def _children(module: Module) -> list[str]:
 def _hooks(module: Module) -> list[int]:
     """Number the hooks that are not ours."""
     hooks: Any = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
-    return [key for key, hook in hooks if not str(hook.__module__).startswith("backpack.")]
+    return [key for key, hook in hooks if not is_of_library(hook)]
+
+
+def is_of_library(hook: Any) -> bool:
+    """Whether a hook is one of ours: those that are written in C may know no module."""
+    return (getattr(hook, "__module__", None) or "").startswith("backpack.")
 
 
 def _empty() -> ConvertedModule:

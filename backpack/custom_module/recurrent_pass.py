@@ -10,6 +10,7 @@ from torch.fx import Graph
 from torch.fx.node import Node, map_arg
 from torch.nn import LSTM, Module
 
+from backpack.custom_module.converted_module import is_of_library
 from backpack.custom_module.rnn_layers import LAYERS, RNNLayers
 
 
@@ -41,8 +42,7 @@ def _has_hooks(module: Module) -> bool:
     """Whether others have put hooks on a module; that of ``extend`` is put on what replaces it."""
     kinds = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
     hooks = [hook for of_a_kind in kinds for hook in of_a_kind.values()]
-    is_ours = [getattr(hook, "__module__", "").startswith("backpack.") for hook in hooks]
-    return bool(module._forward_pre_hooks) or not all(is_ours)
+    return bool(module._forward_pre_hooks) or not all(map(is_of_library, hooks))
 
 
 def _arguments(node: Node) -> tuple[Any, Any]:

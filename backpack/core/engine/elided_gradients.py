@@ -32,6 +32,7 @@ from backpack.core.record.calls import Call
 from backpack.core.record.kernels import KernelOverride
 from backpack.core.record.origins import RESHAPES, Origin, is_foreign_function, is_output
 from backpack.core.record.visits import Visit, dtypes_of
+from backpack.custom_module.converted_module import is_of_library
 from backpack.hessianfree.graph import nodes_above
 
 ELIDED = fast.path(
@@ -263,13 +264,9 @@ def _is_hooked(node: Any) -> bool:
         handle: RemovableHandle = register(lambda *_: None)
         hooks = handle.hooks_dict_ref()
         handle.remove()
-        if hooks and not all(map(_is_of_library, hooks.values())):
+        if hooks and not all(map(is_of_library, hooks.values())):
             return True
     return False
-
-
-def _is_of_library(hook: Any) -> bool:
-    return (getattr(hook, "__module__", None) or "").startswith("backpack.")
 
 
 @contextmanager
