@@ -457,6 +457,18 @@ def test_numbers_for_a_log(is_before_step: bool) -> None:
                     do()
 
 
+def test_two_private_optimisers_in_one_context() -> None:
+    """One of them saw no functions, and took a step with mixed samples."""
+    model, X = extend(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))), torch.randn(N, 5)
+    both = [DPSGD(layer.parameters(), **options()) for layer in model]
+    both[1].extension.savefield = "of_second"
+    with pytest.raises(ValueError, match="Two private optimisers"):
+        backpack(*both[0].extensions, *both[1].extensions)
+    with backpack(*both[0].extensions, *both[0].extensions):
+        losses(model(X), LABELS).mean().backward()
+    both[0].step()
+
+
 def test_data_along_other_axes() -> None:
     """As many steps of time, or features, as there are samples, and parts of a data set."""
     model, loss = extend(nn.LSTM(N, 3)), extend(nn.MSELoss())

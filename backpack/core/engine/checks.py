@@ -51,7 +51,10 @@ _followed: WeakSet[Module] = WeakSet()
 
 def check_extensions(exts: Sequence[Extension]) -> None:
     """Refuse extensions that cannot work, and those that cannot work together."""
+    programs: list[Any] = []
     for ext in exts:
+        if ext.program is not None and ext.program not in programs:
+            programs.append(ext.program)
         needs = ext.needs
         if not EXTRACTED.issuperset(needs):
             unknown = [name for name in needs if name not in EXTRACTED]
@@ -64,6 +67,13 @@ def check_extensions(exts: Sequence[Extension]) -> None:
                 f"{type(ext).__name__} needs {', '.join(needs)}: write a method 'extract(self, "
                 "products)' that makes one value of them. Else the first alone would be saved."
             )
+    if len(programs) > 1:
+        raise ValueError(
+            "Two private optimisers have extensions in one context: one of them alone would see "
+            "whether functions mix samples. Use one optimiser for all parameters, in groups if "
+            "their options differ (per=... clips them apart), or for each optimiser a context "
+            "and a backward pass of its own."
+        )
     if len(exts) < 2 or len({ext.savefield for ext in exts}) == len(exts):
         return
     for one, other in combinations(exts, 2):
