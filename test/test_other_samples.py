@@ -457,6 +457,46 @@ def test_numbers_for_a_log(is_before_step: bool) -> None:
                     do()
 
 
+# gradients that backward() is called with, of the losses of samples
+WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "normalised": lambda each: (each / each.sum()).detach(),
+    "median": lambda each: (each >= each.median()).float(),
+    "number": lambda each: each.detach().mean().expand(N),
+    "focal": lambda each: (1 - (-each).exp()).detach(),
+    "constant": lambda each: torch.full_like(each, 1 / N),
+    "of outside": lambda each: OUTSIDE_WEIGHTS,
+}
+OUTSIDE_WEIGHTS = torch.arange(1.0, N + 1)
+
+
+@pytest.mark.parametrize("extended", [False, True])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_gradients_that_a_pass_begins_with(name: str, extended: bool) -> None:
+    """They were left out: losses that were weighted so had mixed samples."""
+    model, given = extend(nn.Linear(5, 3)), torch.randn(N, 5)
+    loss = extend(nn.CrossEntropyLoss(reduction="none")) if extended else losses
+    mixes = name in ("normalised", "median", "number")
+    for function in (Tensor.backward, torch.autograd.backward):
+        optimiser = DPSGD(model.parameters(), **options(loss_reduction="sum"))
+        with backpack(*optimiser.extensions):
+            each = loss(model(given), LABELS)
+            weights = WEIGHTS[name](each)
+            function(each, weights)
+            each.sum().item()
+        with pytest.raises(ValueError, match="functions that read") if mixes else nullcontext():
+            optimiser.step()
+
+
+def test_gradients_that_a_pass_outside_of_the_context_begins_with() -> None:
+    model = extend(nn.Linear(5, 3))
+    optimiser = DPSGD(model.parameters(), **options(loss_reduction="sum"))
+    each = losses(model(torch.randn(N, 5)), LABELS)
+    with backpack(*optimiser.extensions):
+        each.backward(each.detach() / each.detach().sum())
+    with pytest.raises(ValueError, match="outside of the context"):
+        optimiser.step()
+
+
 def test_two_private_optimisers_in_one_context() -> None:
     """One of them saw no functions, and took a step with mixed samples."""
     model, X = extend(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))), torch.randn(N, 5)

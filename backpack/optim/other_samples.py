@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -110,7 +110,9 @@ class Program:
     def clear(self) -> None:
         """Forget what has run."""
         self.seen: list[Seen] = []
+        # what backward() was called on, and with which gradients: of some, or all, there is none
         self.roots: tuple[Any, ...] = ()
+        self.weights: tuple[Tensor | None, ...] = ()
 
     @property
     def _is_due(self) -> bool:
@@ -147,7 +149,8 @@ class Program:
             norms: Those of the individual gradients at each of them, ``[N]``. Data of samples for
                 which they are not finite tell nothing, and are left out.
         """
-        seen, roots, is_due = self.seen, self.roots, self._is_due
+        seen, is_due = self.seen, self._is_due
+        roots = [*zip_longest(self.roots, self.weights)]
         self.clear()
         samples = len(norms[0]) if norms else 0
         if not samples:
@@ -162,26 +165,26 @@ class Program:
         if samples < 2 or not (is_due and roots):
             return None
         last = 0  # what ran later, as for a log, has no part in it
-        for root in roots:
-            made = [
-                i for i, one in enumerate(seen) if any(x is root for x in tree_leaves(one.result))
-            ]
+        for root, weights in roots:
+            made = _makers(seen, root)
             mark = origin(root)
             if not made:
                 is_told = mark is not None and mark.of_loss  # by its rule
                 is_known = is_told or (isinstance(root, Tensor) and is_usual(root.grad_fn))
+                is_known = is_known and weights is None
                 if is_known:
                     warn(NOT_LOOKED_AT)
                 return None if is_known else OUTSIDE
-            last = max(last, *made)
+            last = max(last, *made, *_makers(seen, weights))
         seen = [one for one in seen[: last + 1] if _has_values(one)]
+        weighed = [_weighed(seen, *pair) for pair in roots]
         with torch._C.DisableTorchFunction():
             if any(_is_output_before(x, self.entered) for one in seen for x in _tensors(one)):
                 warn(NOT_LOOKED_AT)
             shapes = [(repr(one.function), [x.shape for x in _tensors(one)]) for one in seen]
         constants = self._constants(seen, shapes) if samples == 2 else set()
         earlier = {id(known()) for known in self.earlier}
-        why, depends = _dependence(seen, roots, params, finite, constants, earlier)
+        why, depends = _dependence(seen, weighed, params, finite, constants, earlier)
         results = [x for one in seen for x in _results(one)]
         self.earlier = [ref(x) for x in results if id(x) in depends]
         if why is None and samples > 2:
@@ -427,6 +430,20 @@ class _Batch:
         return True
 
 
+def _weighed(seen: list[Seen], root: Tensor, weights: Tensor | None) -> Tensor:
+    """Return what has the gradient of ``root.backward(weights)``, made by a further function."""
+    if weights is None:
+        return root
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        product = root * weights
+    seen.append(Seen(_times_constant, (root, weights), {}, product, True, False))
+    return product
+
+
+def _times_constant(root: Tensor, weights: Tensor) -> Tensor:
+    return root * weights.detach()
+
+
 def _copy(x: Tensor) -> Tensor:
     """Copy a tensor, in at least single precision."""
     return (at_least_single(x.detach()) if x.is_floating_point() else x.detach()).clone()
@@ -456,6 +473,11 @@ def _are_same(x: Tensor, y: Tensor) -> bool:
 
 def _results(seen: Seen) -> list[Tensor]:
     return [x for x in tree_leaves(seen.result) if isinstance(x, Tensor)]
+
+
+def _makers(seen: Sequence[Seen], x: Any) -> list[int]:
+    """Number the functions that have returned a tensor, or written on it."""
+    return [i for i, one in enumerate(seen) if any(x is y for y in _results(one))]
 
 
 def _tensors(seen: Seen) -> list[Tensor]:

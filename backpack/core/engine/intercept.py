@@ -104,7 +104,10 @@ class InterceptBackward(overrides.TorchFunctionMode):
             return func(*args, **kwargs)  # the mode of an inner context has seen the same call
         entry = Entry(roots)
         if self.program is not None and func is not torch.autograd.grad:
-            self.program.roots = roots
+            given = signature(func).bind(*args, **kwargs).arguments
+            weights = given.get("gradient", given.get("grad_tensors"))
+            weights = (weights,) if weights is None or isinstance(weights, Tensor) else weights
+            self.program.roots, self.program.weights = roots, tuple(weights)
         configuration = CTX.configuration
         exts = configuration.exts
         if configuration.first_order:
