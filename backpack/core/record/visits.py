@@ -227,7 +227,7 @@ class Visit(Call):
             return None
         other = copy(self)
         other._note_module(layer, rule.own(layer))
-        other.derivatives, other.trained = rule, other.params
+        other.derivatives, other.is_loss, other.trained = rule, rule.is_loss, other.params
         other.inputs, other.structure, other.computed = (x,), None, [self.computed[i]]
         other.origins_in, other.shape_in, other.layouts_in = (mark,), (x.shape,), (layout,)
         other.versions = (version_of(x), *self.versions[len(self.inputs) :])
