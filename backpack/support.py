@@ -298,7 +298,7 @@ def report_of(model: Module) -> str:
     """
     exts = all_extensions()
     rows: dict[tuple[str, tuple[Support, ...]], list[str]] = {}
-    remarks = []
+    remarks, mixes = [], []
     for name, module in _parts(model, "", set()):
         derivatives = _of_instance(module)
         if isinstance(module, torch.jit.ScriptModule):
@@ -313,6 +313,8 @@ def report_of(model: Module) -> str:
         is_called = derivatives is not None or is_open(module)
         if is_called and not (_is_passive(module) and not own):
             mixing = derivatives is not None and derivatives.couples_samples(module)
+            if mixing:
+                mixes.append(f"{name or 'the model'} ({type(module).__name__})")
             cells = tuple(_cell(derivatives, ext, mixing) for ext in exts)
             rows.setdefault((type(module).__name__, cells), []).append(name or "the model")
         elif own:
@@ -332,6 +334,11 @@ def report_of(model: Module) -> str:
     ]
     if automatic:
         notes.append(f"Automatic, where a rule would be faster: {'; '.join(automatic)}.")
+    if mixes:
+        notes.append(
+            f"As it is now, the model mixes the samples of a batch in {', '.join(mixes)}: "
+            "first-order extensions warn. Call eval(), or use modules such as GroupNorm."
+        )
     lines = _plain_table([type(ext).__name__ for ext in exts], [table])
     return "\n".join([*lines, "", *(fill(note, 80) for note in [*notes, *remarks])])
 

@@ -193,6 +193,8 @@ def test_report_of_a_model() -> None:
     assert set(lines["BatchNorm1d"]) == {"x1", "+", "-"}
     assert set(other.split("BatchNorm1d x1")[1].splitlines()[0]) == {" ", "+"}
     assert "would be faster: body.2 (Scale)." in report
+    assert "mixes the samples of a batch in body.1 (BatchNorm1d)" in " ".join(report.split())
+    assert "body.1" not in evaluated
     assert "The model (Net) uses parameters of its own in functions (token)" in report
     assert max(map(len, report.splitlines())) <= 80
 
