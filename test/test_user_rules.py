@@ -16,7 +16,11 @@ from torch import Tensor, einsum, nn
 from backpack import backpack, extend, extensions
 from backpack.core.derivatives import check_rule, derivatives_of
 from backpack.core.derivatives.automatic import AutomaticDerivatives
-from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseParameterDerivatives
+from backpack.core.derivatives.basederivatives import (
+    BaseDerivatives,
+    BaseLossDerivatives,
+    BaseParameterDerivatives,
+)
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.derivatives.elementwise import SigmoidDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
@@ -422,6 +426,86 @@ def test_products_of_derivatives_for_the_last_release(rows: list[int] | None) ->
             extend(loss)(model(X), y).backward()
         block = p.hmp(units.reshape(9, 3, 3)).reshape(9, 9)
         torch.testing.assert_close(block, hessian, **TOLERANCE)
+
+
+class Quartic(nn.Module):
+    """``mean_n sum_i (x_ni - y_ni)⁴``."""
+
+    reduction = "mean"
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return ((x - y) ** 4).sum(1).mean()
+
+
+class QuarticDerivativesFor171(BaseLossDerivatives):
+    """In the form of release 1.7.1: methods are given gradients, some know of ``subsampling``."""
+
+    def hessian_is_psd(self) -> bool:  # type: ignore[override]  # as 1.7.1 had it
+        return True
+
+    def _second(self, module: Any) -> Tensor:
+        return 12 / N * (module.input0 - module.input1) ** 2
+
+    def _sqrt_hessian(self, module: Any, g_inp: Any, g_out: Any, subsampling: Any = None) -> Tensor:
+        second = subsample(self._second(module), subsampling=subsampling)
+        return torch.diag_embed(second.sqrt()).movedim(-1, 0)
+
+    def _sqrt_hessian_sampled(
+        self, module: Any, g_inp: Any, g_out: Any, mc_samples: int = 1, subsampling: Any = None
+    ) -> Tensor:
+        root = subsample(self._second(module), subsampling=subsampling).sqrt()
+        signs = torch.randint(2, (mc_samples, *root.shape)).to(root) * 2 - 1
+        return root * signs / mc_samples**0.5
+
+    def _make_hessian_mat_prod(self, module: Any, g_inp: Any, g_out: Any) -> Any:
+        second = self._second(module)
+        return lambda mat: mat * second
+
+    def _sum_hessian(self, module: Any, g_inp: Any, g_out: Any) -> Tensor:
+        return self._second(module).sum(0).diag()
+
+
+@pytest.mark.parametrize("rows", [None, [3, 1]])
+def test_loss_for_the_last_release(rows: list[int] | None) -> None:
+    """Its rule serves every extension; for some samples only where it can be asked for them."""
+    register(Quartic)(QuarticDerivativesFor171)
+    model, X, y = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)), *torch.rand(2, N, 3)
+    p, chosen = model[0].weight, slice(None) if rows is None else rows
+    y = y[:, :1]
+    f = model(X[chosen])
+    loss = ((f - y[chosen]) ** 4).sum() / N
+    (gradient,) = torch.autograd.grad(loss, p, create_graph=True)
+    hessian = torch.stack(
+        [torch.autograd.grad(g, p, retain_graph=True)[0].flatten() for g in gradient.flatten()]
+    )
+    jacobian = torch.stack(
+        [torch.autograd.grad(one, p, retain_graph=True)[0].flatten() for one in f.flatten()]
+    )
+    second = 12 / N * (f - y[chosen]).detach() ** 2
+    ggn = jacobian.T @ (second * jacobian)
+
+    def run_with(*names: str) -> None:
+        exts = [getattr(extensions, name)(subsampling=rows) for name in names]
+        with backpack(*exts):
+            extend(Quartic())(extend(model)(X), y).backward()
+
+    run_with("DiagGGNExact", "DiagGGNMC", "DiagHessian")
+    torch.testing.assert_close(p.diag_ggn_exact.flatten(), ggn.diagonal(), **TOLERANCE)
+    torch.testing.assert_close(p.diag_ggn_mc.flatten(), ggn.diagonal(), **TOLERANCE)
+    torch.testing.assert_close(p.diag_h.flatten(), hessian.diagonal(), **TOLERANCE)
+    if rows is not None:
+        for name in ("GGNMP", "HMP", "KFRA"):
+            with pytest.raises(NotImplementedError, match="has no argument 'subsampling'"):
+                run_with(name)
+                getattr(p, name.lower())(torch.rand(2, 3))
+        return
+    run_with("GGNMP", "HMP", "KFRA")
+    units = torch.eye(6)
+    block = p.ggnmp(units.reshape(6, 2, 3)).reshape(6, 6)
+    torch.testing.assert_close(block, ggn, **TOLERANCE)
+    block = p.hmp(units.reshape(6, 2, 3)).reshape(6, 6)
+    torch.testing.assert_close(block, hessian, **TOLERANCE)
+    torch.testing.assert_close(model[2].bias.kfra[0], second.sum(0).diag(), **TOLERANCE)
 
 
 def test_second_order_rule_next_to_a_built_in_extension() -> None:

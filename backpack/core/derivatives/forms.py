@@ -92,6 +92,9 @@ SUMMED = {
 INHERITED = FORMS | SUMMED
 INHERITED |= {f"_{p}_jac_t_mat_prod": _form(f"{p}_vjp", "mat", _PARAM) for p in ("weight", "bias")}
 INHERITED |= {f"_{p}_jac_mat_prod": _form(f"{p}_jvp", "mat", _PRODUCT) for p in ("weight", "bias")}
+# Returns the product with the Hessian of a loss, in 1.7.1.
+PRODUCT_OF = "make_hessian_mat_prod"
+FORMS |= dict.fromkeys((PRODUCT_OF, f"_{PRODUCT_OF}"), _form("hessian_product", "mat", _ROWS))
 _OF_PARAMETER = re.compile("_(?!param_|ea_)(.+)_jac_(t_)?mat_prod")
 
 
@@ -108,6 +111,8 @@ def translations(name: str, function: Any) -> list[tuple[str, Any]]:
         form = _form(found[1] + ("_vjp" if found[2] else "_jvp"), "mat", arguments)
     elif form.method == name and "module" not in arguments_of(function):
         return []
+    elif "g_out" in arguments_of(function):  # those of losses in 1.7.1, as the public ones
+        form = FORMS.get(name.removeprefix("_"), form)
     if "sum_batch" not in form.arguments:
         return [(form.method, _translated(name, function, form))]
     return [
@@ -140,8 +145,10 @@ def _translated(name: str, function: Callable[..., Any], form: Form, **options: 
         with c.shown() as module:
             values["module"] = module
             if c.rows is not None and not takes_rows:
-                _show_rows(c, values)
+                _show_rows(name, c, values)
             result = function(self, *[values[key] for key in taken])
+            if name.endswith(PRODUCT_OF):
+                result = result(values["mat"])
         if not is_checked:
             return result
         result = tuple(result) if isinstance(result, list) else result
@@ -153,8 +160,14 @@ def _translated(name: str, function: Callable[..., Any], form: Form, **options: 
     return method
 
 
-def _show_rows(c: Context, values: dict[str, Any]) -> None:
+def _show_rows(name: str, c: Context, values: dict[str, Any]) -> None:
     """Restrict what a call has stored, which is shown at its module, to the rows at hand."""
+    if c.call.is_loss:  # its mean is that of all rows
+        raise NotImplementedError(
+            f"{name} of {type(c.call.derivatives).__name__} at {describe(c.module)} has no "
+            "argument 'subsampling', so that it cannot be asked for some samples. Give it one, the "
+            "indices of the samples (None for all), or leave out subsampling."
+        )
     tensors = {f"input{i}": x for i, x in enumerate(c.inputs) if isinstance(x, Tensor)}
     if len(c.outputs) == 1:
         tensors["output"] = c.output
