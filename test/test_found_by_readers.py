@@ -2212,3 +2212,55 @@ def test_kfra_of_weights_whose_uses_have_no_factors_in_common(model: Any, X: Ten
     output = extend(model, use_converter=True)(X)
     with backpack(extensions.KFRA()), pytest.raises(ValueError, match=r"order, or .* have none"):
         extend(nn.CrossEntropyLoss())(output, torch.tensor([0, 1])).backward()
+
+
+class FramesFirst(nn.Module):
+    """A layer that sees all frames of all samples as rows, those of a frame next to each other."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.scale, self.layer = nn.Linear(1, 1), layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, T, *] -> [N, *]."""
+        frames = self.scale(x.unsqueeze(-1)).squeeze(-1).transpose(0, 1)
+        y = self.layer(frames.reshape(-1, *frames.shape[2:]))
+        return y.reshape(*frames.shape[:2], *y.shape[1:]).mean(0).flatten(1)
+
+
+class Flipped(nn.Module):
+    """A function of the rows of samples, which are split behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3, 2] -> [N, 2]."""
+        rows = self.first(x).reshape(-1, 2).softmax(1)
+        return self.last(rows.reshape(len(x), 3, 2).flatten(1))
+
+
+ONE_SAMPLE: dict[str, Callable[[], tuple[nn.Module, tuple[int, ...]]]] = {
+    "one output": lambda: (FramesFirst(nn.Linear(2, 1)), (3, 2)),
+    "one input": lambda: (FramesFirst(nn.Linear(1, 2)), (3, 1)),
+    "one channel": lambda: (FramesFirst(nn.Conv1d(1, 2, 2)), (3, 1, 4)),
+    "one channel out": lambda: (FramesFirst(nn.ConvTranspose1d(2, 1, 2)), (3, 2, 4)),
+    "rows": lambda: (Flipped(), (3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", ONE_SAMPLE)
+@pytest.mark.parametrize("samples", [1, 2])
+def test_rows_of_a_single_sample(name: str, samples: int) -> None:
+    """Its axis was taken for another one of one entry: wrong gradients of each, or errors."""
+    model, shape = ONE_SAMPLE[name]()
+    model, X = model.double(), torch.rand(samples, *shape).double()
+    y, loss = torch.zeros_like(model(X)), nn.MSELoss()
+    each = oracle.batch_grad(copy.deepcopy(model), loss, X, y)
+    diagonals = oracle.ggn_diag(copy.deepcopy(model), loss, X, y)
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        extend(loss)(extend(model, use_converter=True)(X), y).backward()
+    for p, grads, diagonal in zip(model.parameters(), each, diagonals, strict=True):
+        assert_close(p.grad_batch, grads)
+        assert_close(p.diag_ggn_exact, diagonal)

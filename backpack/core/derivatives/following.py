@@ -25,7 +25,7 @@ from backpack.core.record.calls import Call
 from backpack.core.record.data_flow import tensors_in
 from backpack.core.record.data_notes import assigned, has_numbers
 from backpack.core.record.kinds import CONSTANT, ENTRIES, MEMORY, MOVES, RESHAPES
-from backpack.core.record.layout import CPU, Layout, Owners
+from backpack.core.record.layout import CPU, Layout
 from backpack.core.record.lookup import treatment
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.function_module import FunctionModule, Slot
@@ -200,7 +200,7 @@ class Following:
         has_axis = any(place and x.shape[place.axis] == 1 for x, place in places)
         if has_axis and 1 in shape:  # it was moved
             return shape[: shape.index(1)].numel(), 1, None
-        return 1, 1, Owners((0,) * shape[0], 1)
+        return 1, 1, None  # all rows are its own
 
     def numbers(self) -> list[Tensor] | None:
         """Number the sample that each entry of each output depends on; None if that is unknown."""

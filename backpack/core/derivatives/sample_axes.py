@@ -145,6 +145,7 @@ class SampleAxes(Interface):
         """
         module, leading = call.module, self.batch_axis is BatchAxis.LEADING
         self._check_partners(call)
+        self._merge_one_sample(call)
         for i, layout in enumerate(call.layouts_in):
             own = 0 if leading else self.batch_axis_in(module, i)
             if layout is None and call.computed[i] and own:
@@ -170,6 +171,26 @@ class SampleAxes(Interface):
             self._layout_out(call, i, shape) if shape or of_numbers else None
             for i, shape in enumerate(call.shape_out)
         ]
+
+    def _merge_one_sample(self, call: Call) -> None:
+        """Let all rows be those of the only sample, unless it has an axis that all tensors share.
+
+        ``[T, 1]`` may have the sample along the last axis, or T rows of it with one feature.
+        """
+        batched = [one for one in call.layouts_in if one is not None and one.is_batched]
+        if not batched or batched[0].samples != 1 or batched[0].before == 1 or batched[0].owners:
+            return
+        main, leading = batched[0], self.batch_axis is BatchAxis.LEADING
+        if main.may_be_corrected or main.is_constant or not (leading or self.has_samples_first):
+            return
+        shapes = [shape for shape in call.shape_in + call.shape_out if shape]
+        places = [main.place(shape) for shape in shapes]
+        kinds = {place and (place.axis, place.outer, place.is_split) for place in places}
+        fewest = min(map(len, shapes))
+        axes = fewest - self.trailing_axes(call.module) if leading else 1
+        if len(kinds) > 1 or places[0] is None or places[0].axis >= axes:
+            whole = Layout(1, 1)
+            call.set_layouts_in([whole if one in batched else one for one in call.layouts_in])
 
     def _check_partners(self, call: Call) -> None:
         """Refuse inputs whose samples come in different orders: they would meet others."""

@@ -206,6 +206,11 @@ class Layout:
         if self.assumed and not self.is_constant:
             self._become(self.before, self.samples)
 
+    @property
+    def may_be_corrected(self) -> bool:
+        """Whether this was assumed, and not derived from that of something else."""
+        return self.assumed and not self._sources
+
     def correct(self, shape: Sequence[int], axis: int) -> None:
         """Replace what was assumed, unless it was derived from that of something else."""
         if self._sources:
