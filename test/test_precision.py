@@ -447,6 +447,33 @@ def test_no_value_is_needed_for_a_shape(ext: Any, loss: Any) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("modify", ["clip", "abs"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_positive_curvature_of_a_softmax(dtype: torch.dtype, modify: str) -> None:
+    """Torch has no eigenvalues in these precisions."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Softmax(1), nn.Linear(4, 2)).to(dtype)
+    X, y, v = torch.rand(N, 3, dtype=dtype), torch.rand(N, 2, dtype=dtype), torch.rand(4, 3)
+    first, _, last = copy.deepcopy(model).double()
+    loss = extend(nn.MSELoss(reduction="sum"))(extend(model)(X), y)
+    with backpack(extensions.PCHMP(modify=modify)):
+        loss.backward()
+    found = model[0].weight.pchmp(v.to(dtype)[None])
+    assert found.dtype == dtype
+
+    expected = torch.zeros(4, 3, dtype=torch.float64)
+    for x, target in zip(X.double(), y.double(), strict=True):
+        z = first(x).detach()
+        grad = 2 * last.weight.T @ (last(z.softmax(0)) - target)
+        J = torch.autograd.functional.jacobian(lambda z: z.softmax(0), z)
+        bent = torch.autograd.functional.hessian(lambda z, g=grad: z.softmax(0) @ g, z)
+        values, vectors = torch.linalg.eigh(bent)
+        values = values.abs() if modify == "abs" else values.clamp(min=0)
+        curvature = 2 * (last.weight @ J).T @ (last.weight @ J) + vectors * values @ vectors.T
+        expected += torch.outer(curvature @ (v.double() @ x), x)
+    error = (found[0].double() - expected).abs().max()
+    assert error < 8 * torch.finfo(dtype).eps * expected.abs().max()
+
+
 @pytest.mark.parametrize("ext", [extensions.GGNMP, extensions.HMP, extensions.PCHMP])
 def test_products_without_values(ext: Any) -> None:
     """Whether a function is affine cannot be seen on the meta device; of a sum it is known."""

@@ -33,6 +33,7 @@ from backpack.core.record.shards import shard_of
 from backpack.core.record.visits import Visit
 from backpack.core.record.weights import storage_of, tensors_of
 from backpack.core.rows import row_numbers
+from backpack.core.values import at_least_single
 
 # How many unit vectors are multiplied at once, for a diagonal.
 UNITS_AT_ONCE = 32
@@ -262,8 +263,9 @@ class CurvatureBlock:
         units = torch.eye(sum(sizes), dtype=like.dtype, device=like.device)
         columns = units.unsqueeze(1).expand(-1, count, -1)
         dense = joined(call_products.second(c, split(columns), {})[0], sum(sizes))
-        values, vectors = torch.linalg.eigh(dense.movedim(0, -1))  # [R, D, D], one for each row
-        positive = (vectors * self.modify(values).unsqueeze(1)) @ vectors.mT
+        each = at_least_single(dense.movedim(0, -1))  # [R, D, D], one for each row
+        values, vectors = torch.linalg.eigh(each)
+        positive = ((vectors * self.modify(values).unsqueeze(1)) @ vectors.mT).to(dense)
         return split(torch.einsum("ncd,vnd->vnc", positive, joined(inputs, len(like))))
 
     def _loss_product(self, c: Context, tangents: list[Tensor | None]) -> list[Tensor | None]:
