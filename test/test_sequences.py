@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import oracle
@@ -18,9 +19,9 @@ from cases import CASES, Case, Problem, select
 from test_quantities import TOLERANCE, check, run
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
 
-from backpack import backpack, extend, extensions
+from backpack import assign_samples, backpack, extend, extensions
 from backpack.core.derivatives import FunctionDerivatives, reductions, register
 from backpack.core.record import alive
 from backpack.custom_module.permute import Permute
@@ -354,6 +355,20 @@ def test_nothing_is_left(case: Case) -> None:
 # --------------------------------------------------------------------------------------
 
 
+def check_samples(plain: nn.Module, y: Tensor, *inputs: Any) -> None:
+    """Compare with gradients of the loss of each sample, and of each entry of the output."""
+    model = extend(copy.deepcopy(plain), use_converter="record")
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        extend(nn.MSELoss(reduction="sum"))(model(*inputs), y).backward()
+    params, z = list(plain.parameters()), plain(*inputs)
+    losses = (z - y).square().sum(1)
+    each = [torch.autograd.grad(one, params, retain_graph=True) for one in losses]
+    rows = [torch.autograd.grad(one, params, retain_graph=True) for one in z.flatten()]
+    for i, p in enumerate(model.parameters()):
+        close(p.grad_batch, torch.stack([of_sample[i] for of_sample in each]))
+        close(p.diag_ggn_exact, 2 * sum(row[i].square() for row in rows))
+
+
 class OfPacked(nn.Module):
     """Reads a packed sequence, embeds its tokens, and returns the last states."""
 
@@ -374,16 +389,74 @@ def test_packed_sequences_as_arguments(lengths: tuple[int, ...], is_sorted: bool
     plain, y = OfPacked().double(), torch.rand(len(lengths), 2, dtype=torch.float64)
     tokens = [torch.randint(7, (n,)) for n in (lengths if is_sorted else lengths[::-1])]
     packed = pack_sequence(tokens, enforce_sorted=is_sorted)
-    model = extend(copy.deepcopy(plain), use_converter="record")
-    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
-        extend(nn.MSELoss(reduction="sum"))(model(packed), y).backward()
-    params, z = list(plain.parameters()), plain(packed)
-    losses = (z - y).square().sum(1)
-    each = [torch.autograd.grad(one, params, retain_graph=True) for one in losses]
-    rows = [torch.autograd.grad(one, params, retain_graph=True) for one in z.flatten()]
-    for i, p in enumerate(model.parameters()):
-        close(p.grad_batch, torch.stack([of_sample[i] for of_sample in each]))
-        close(p.diag_ggn_exact, 2 * sum(row[i].square() for row in rows))
+    check_samples(plain, y, packed)
+
+
+class FromStates(nn.Module):
+    """Reads padded sequences of any lengths, from states that are given."""
+
+    def __init__(self, kind: Any, states: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.rnn, self.head, self.states = kind(2, 2, batch_first=True), nn.Linear(2, 2), states
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        h = self.states(x)
+        _, last = self.rnn(packed, (h, h + 0.5) if isinstance(self.rnn, nn.LSTM) else h)
+        return self.head((last[0] if isinstance(last, tuple) else last)[-1])
+
+
+STATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros": lambda x: torch.zeros(1, len(x), 2, dtype=x.dtype),
+    "like data": lambda x: x.new_zeros(1, len(x), 2),
+    "different": lambda x: torch.arange(2.0 * len(x), dtype=x.dtype).view(1, len(x), 2),
+    "copies": lambda x: torch.full((1, 1, 2), 0.3, dtype=x.dtype).expand(1, len(x), 2),
+    "data": lambda x: x[None, :, 0],
+}
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM])
+@pytest.mark.parametrize("states", STATES.values(), ids=STATES)
+@pytest.mark.parametrize("lengths", [(2, 3, 1), (3, 3, 3)], ids=str)
+def test_packed_sequences_from_states(lengths: Any, states: Any, kind: Any) -> None:
+    """Torch brings constant states, too, into the order of the lengths."""
+    torch.manual_seed(0)
+    X, y = torch.rand(3, 3, 2, dtype=torch.float64), torch.rand(3, 2, dtype=torch.float64)
+    check_samples(FromStates(kind, states).double(), y, X, torch.tensor(lengths))
+
+
+class OfOneSample(nn.Module):
+    """Makes a sequence of one sample of its steps."""
+
+    def __init__(self, layer: nn.Module, sequence: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.layer, self.sequence = nn.Linear(2, 2), layer, sequence
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.sequence(self.first(x))  # [T, 1, 2]
+        inputs = (x, x, x) if isinstance(self.layer, nn.MultiheadAttention) else (x,)
+        return self.layer(*inputs)[0][-1]
+
+
+@pytest.mark.parametrize("layer", [nn.GRU(2, 2), nn.MultiheadAttention(2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "sequence",
+    [lambda x: x.view(-1, 1, 2), lambda x: x.squeeze(0).unsqueeze(1), lambda x: x.transpose(0, 1)],
+)
+def test_sequence_first_of_one_sample(sequence: Any, layer: nn.Module) -> None:
+    torch.manual_seed(0)
+    X, y = torch.rand(1, 4, 2, dtype=torch.float64), torch.rand(1, 2, dtype=torch.float64)
+    check_samples(OfOneSample(layer, sequence).double(), y, X)
+
+
+def test_assigned_samples_that_are_one() -> None:
+    X = torch.rand(4, 1, 2, dtype=torch.float64)
+    assign_samples(X, torch.zeros(4, 1, 2, dtype=torch.long))
+    lstm = extend(nn.LSTM(2, 2).double())
+    with backpack(extensions.BatchGrad()):
+        lstm(X)[0].sum().backward()
+    for p in lstm.parameters():
+        close(p.grad_batch, p.grad[None])
 
 
 # --------------------------------------------------------------------------------------

@@ -236,7 +236,7 @@ class Recorder(TorchFunctionMode):
                 for y in data_flow.tensors_in(result) or tensors[:1]:  # x[i] = y returns nothing
                     data_notes.note_mixed(y, by)
             if None not in known:
-                data_flow.note_unbatched(data_flow.tensors_in(result), known, func)
+                data_flow.note_unbatched(data_flow.tensors_in(result), tensors, known, func)
             return result
         if getattr(func, "__name__", "") in UNINITIALISED:
             result = func(*args, **kwargs)

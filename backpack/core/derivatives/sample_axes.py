@@ -245,8 +245,11 @@ class SampleAxes(Interface):
         if is_elsewhere and layout.is_constant:
             layout.mark_unbatched()
             return
-        # an axis of one entry, such as that of x[None], says nothing of the batch
-        if is_elsewhere and not layout.samples == 1 == shape[axis]:
+        if is_elsewhere and layout.samples == 1 == shape[axis]:  # along any axis of one entry
+            layouts = [*call.layouts_in]
+            layouts[i] = Layout.of_axis(shape, axis)
+            call.set_layouts_in(layouts)
+        elif is_elsewhere:
             if not layout.assumed or (place is not None and axis == 0 and shape[0] == 1):
                 found = "nowhere" if place is None else f"along axis {place.axis}"
                 raise ValueError(

@@ -32,7 +32,7 @@ from backpack.core.record.data_notes import (
     noted,
     running,
 )
-from backpack.core.record.kinds import CONSTANT
+from backpack.core.record.kinds import CONSTANT, MOVES
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.lookup import treatment
 from backpack.core.record.module_state import describe
@@ -331,7 +331,7 @@ def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
         return
     if not any(layout is not None and layout.is_batched for layout in known):
         if None not in known and (tensors or isinstance(module, FUNCTIONS)):
-            note_unbatched(outputs, known, getattr(module, "function", None))
+            note_unbatched(outputs, tensors, known, getattr(module, "function", None))
         return
     call = Call.of_data(module, *positional(module, args, kwargs), tuple(outputs))
     try:
@@ -354,16 +354,22 @@ def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
 
 
 def note_unbatched(
-    outputs: Iterable[Tensor], known: Sequence[Layout | None], function: Any = None
+    outputs: Iterable[Tensor],
+    tensors: Sequence[Tensor],
+    known: Sequence[Layout | None],
+    function: Any = None,
 ) -> None:
     """Note that tensors have no samples, as those of these layouts that they are computed from.
 
-    Those of torch.zeros and the like may turn out to have a row for each.
+    Those of torch.zeros and the like may turn out to have a row for each. Indices of entries that
+    are the same for all samples may be what they are, such as the order of packed sequences.
     """
-    lost = next((one.lost for one in known if one is not None and one.lost), None)
+    what = treatment(function)
+    lost = [(x, one.lost) for x, one in zip(tensors, known, strict=True) if one and one.lost]
     for y in outputs:
-        layout = unbatched(lost)
-        layout.is_constant = not known and treatment(function) == CONSTANT
+        by_index = what == MOVES and has_numbers(y)
+        layout = unbatched(next((why for x, why in lost if has_numbers(x) or not by_index), None))
+        layout.is_constant = not known and what == CONSTANT
         note(y, layout)
 
 
