@@ -1210,6 +1210,21 @@ def test_views_of_data_before_a_layer_with_the_sequence_first(layer: Any, functi
     )
 
 
+@pytest.mark.parametrize("view", [False, True])
+def test_as_many_samples_as_steps_are_chosen(view: bool, length: int = 2) -> None:
+    """``x[:, :2]`` leaves the samples where they are; a view of such a shape does not."""
+
+    class Model(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[0](x.view(N, length, 3) if view else x[:, :length])[0]
+
+    model = extend(Model(nn.LSTM(3, 4)))
+    with warnings.catch_warnings(record=True) as caught, backpack(extensions.BatchGrad()):
+        warnings.simplefilter("always")
+        model(torch.rand(length, N, 3)).sum().backward()
+    assert any("functions of the data before" in str(w.message) for w in caught) == view
+
+
 def along_the_second_axis(length: int) -> Tensor:
     """Return data whose samples a program has said to be along the second axis."""
     X = torch.rand(length, N, 3)

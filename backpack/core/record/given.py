@@ -46,6 +46,12 @@ class Strided:
         axes = axes if self.axis is None else (self.axis,)
         return [self.steps[i] for i in axes if i < len(self.steps)]
 
+    def is_block_of(self, whole: Strided) -> bool:
+        """Whether these are entries that follow each other along each axis of another tensor."""
+        same_dim = len(self.steps) == len(whole.steps)
+        pairs = zip(self.steps, whole.steps, strict=False)
+        return same_dim and all(n <= m and step == other for (n, step), (m, other) in pairs)
+
     @property
     def has_outer_rows(self) -> bool:
         """Whether no other axis of the size of the first one has larger steps."""
@@ -82,6 +88,8 @@ class Given:
             if known.memory == read.memory:
                 is_argument = True
                 if place in known.places(axes):
+                    return False
+                if known.axis in (None, axis) and read.is_block_of(known):  # such as x[:, :k]
                     return False
         if place[0] < 2 or place[0] not in self.sizes(axes):  # known by that
             return False
