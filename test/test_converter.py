@@ -1124,6 +1124,27 @@ def test_optional_state() -> None:
     assert_same(converted, net, x, torch.rand(2, 2, 5))
 
 
+class AsksForWeights(nn.Module):
+    def __init__(self, *, by_position: bool, need_weights: bool) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.by_position, self.need_weights = by_position, need_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_position:
+            x, weights = self.attention(x, x, x, None, self.need_weights)
+        else:
+            x, weights = self.attention(x, x, x, need_weights=self.need_weights)
+        return x if weights is None else x * weights.sum(2, keepdim=True) + 1
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("by_position", [True, False])
+def test_weights_of_attention_that_are_none(by_position: bool, need_weights: bool) -> None:
+    net = AsksForWeights(by_position=by_position, need_weights=need_weights)
+    assert_same(convert(net), net, torch.rand(2, 3, 4))
+
+
 # --- Training mode --------------------------------------------------------------------------------
 
 

@@ -487,11 +487,16 @@ class BackpackTracer(Tracer):
         if isinstance(m, ParameterModule):
             return m.parameter
         try:
-            return super().call_module(m, forward, args, kwargs)
+            result: Any = super().call_module(m, forward, args, kwargs)
         except Exception:
             if self._culprit is None and m in (self.submodule_paths or {}):
                 self._culprit = (self.path_of_module(m), m)
             raise
+        if isinstance(m, nn.MultiheadAttention) and not isinstance(result, tuple):
+            needs_weights = args[4] if len(args) > 4 else kwargs.get("need_weights", True)
+            if needs_weights is False:  # the forward may ask whether there are some
+                return result[0], None
+        return result
 
     def create_arg(self, a: Any) -> Any:
         """Return what stands for an argument; refuse containers that the graph would not have."""
