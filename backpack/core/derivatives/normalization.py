@@ -130,10 +130,6 @@ class NormalizationDerivatives(BaseDerivatives):
         gain, each = self._gain(c, s), self._groups(c, v)
         return map_vectors(lambda v: self._project(c, x_hat, gain * v), each).reshape(v.shape)
 
-    @fast.body("The second derivative is a formula.", *FIRST_DERIVATIVES)
-    def hvp(self, c: Context, t: Tensor) -> Tensor:
-        return self._second(c, t)
-
     def _second(self, c: Context, t: Tensor) -> Tensor:
         """Return the change of ``Jᵀ g = P γ/s g`` along t."""
         x_hat, s = self._normalized(c)
@@ -155,11 +151,13 @@ class NormalizationDerivatives(BaseDerivatives):
         (t,), g = inputs, _gradient(c)
         like = next(mat for mat in [*params.values(), t] if mat is not None)
         t = like.new_zeros(len(like), *g.shape) if t is None else t
-        d_x = self._second(c, t)
+        d_x, changes = self._second(c, t), {}
         if "weight" in params:
             d_x = d_x + self._slope(c, g * self._spread(c, params["weight"]))
-        changes = {"weight": g * self._slope(c, t), "bias": torch.zeros_like(t)}
-        return [d_x], {name: self._sum(c, name, changes[name], sum_batch) for name in params}
+            changes["weight"] = self._sum(c, "weight", g * self._slope(c, t), sum_batch)
+        if "bias" in params:
+            changes["bias"] = self._sum(c, "bias", torch.zeros_like(t), sum_batch)
+        return [d_x], changes
 
 
 def _gradient(c: Context) -> Tensor:
