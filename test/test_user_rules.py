@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 import oracle
@@ -1013,6 +1014,66 @@ def test_second_derivative_with_samples_along_the_second_axis(length: int) -> No
     for p, product in zip(params, expected, strict=True):
         units = torch.eye(p.numel()).reshape(-1, *p.shape)
         torch.testing.assert_close(p.pchmp(units), product(units), **TOLERANCE)
+
+
+class Columns(nn.Module):
+    """``y = (W x)² + b``, with the samples last: ``[I, *, N] -> [O, *, N]``."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs))
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias.reshape(-1, *(1,) * (x.dim() - 1))
+        return einsum("oi,i...->o...", self.weight, x).square() + bias
+
+
+class ColumnsDerivatives(BaseDerivatives):
+    params = ("weight", "bias")
+
+    def batch_axis_in(self, module: Any, i: int) -> int:
+        return -1
+
+    batch_axis_out = batch_axis_in
+
+    def inside(self, c: Context, v: Tensor) -> Tensor:
+        """Return the cotangents of ``W x``: ``[V, O, *, N]``."""
+        return 2 * v * einsum("oi,i...->o...", c.params["weight"], c.x)
+
+    def vjp(self, c: Context, v: Tensor) -> Tensor:
+        return einsum("oi,vo...->vi...", c.params["weight"], self.inside(c, v))
+
+    def affine(self, c: Context, name: str, v: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+        s, x = (self.inside(c, v), c.x) if name == "weight" else (v, None)
+        last = s.movedim(-1, 1).movedim(2, -1)
+        return [(last, x if x is None else x.movedim(-1, 0).movedim(1, -1))]
+
+    def hessian_is_zero(self, module: Any) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("positions", [(), (3,)])
+@pytest.mark.parametrize("features", [2, N + 1])  # as many entries along the first axis, or fewer
+def test_rule_with_samples_along_the_last_axis(positions: tuple[int, ...], features: int) -> None:
+    register(Columns)(ColumnsDerivatives)
+    check_rule(Columns(features, 3), torch.randn(features, *positions, N))
+    turned = [*range(2 + len(positions))][::-1]  # there and back
+    model = nn.Sequential(
+        *(nn.Linear(4, features), nn.Tanh(), Permute(*turned), Columns(features, 3)),
+        *(nn.Sigmoid(), Permute(*turned), nn.Flatten(), nn.Linear(3 * prod(positions), 2)),
+    )
+    batch, rows = (torch.randn(N, *positions, 4), torch.randint(2, (N,))), [3, 0]
+    grads = truth(oracle.batch_grad, model, batch)
+    params = run(model, extensions.BatchGrad(), extensions.DiagGGNExact(), batch=batch)
+    check(params, "grad_batch", grads)
+    check(params, "diag_ggn_exact", truth(oracle.ggn_diag, model, batch))
+    exts = extensions.BatchGrad(rows), extensions.BatchDiagHessian(rows), extensions.DiagHessian()
+    params = run(model, *exts, batch=batch)
+    check(params, "grad_batch", [g[rows] for g in grads])
+    check(params, "diag_h", truth(oracle.hessian_diag, model, batch))
+    of_rows = [d[rows] for d in truth(oracle.batch_hessian_diag, model, batch)]
+    check(params, "diag_h_batch", of_rows)
 
 
 def test_a_later_registration_replaces_the_earlier() -> None:

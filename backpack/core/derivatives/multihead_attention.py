@@ -158,9 +158,9 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
             )
         return super().layouts(call)
 
-    def axis_of(self, module: Any, i: int, x: Any) -> int | None:
+    def axis_of(self, module: Any, i: int, x: Tensor) -> int | None:
         """Return the batch axis of an input; a mask for all samples has none."""
-        is_for_all = i == 5 and isinstance(x, Tensor) and x.dim() == 2
+        is_for_all = i == 5 and x.dim() == 2
         return None if is_for_all else self.batch_axis_in(module, i)
 
     def has_formula(self, c: Context) -> bool:

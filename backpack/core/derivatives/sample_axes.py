@@ -23,6 +23,11 @@ USUAL_LAYOUT = fast.path(
 )
 
 
+def from_first(axis: int, dims: int) -> int:
+    """Count an axis from the first one: what a rule says may count from the last."""
+    return axis + dims if axis < 0 else axis
+
+
 class BatchAxis(Enum):
     """What a rule says about the batch axis of its module's tensors."""
 
@@ -76,16 +81,16 @@ class SampleAxes(Interface):
         return self.batch_axis is BatchAxis.LEADING
 
     def batch_axis_in(self, module: Module, i: int) -> int:
-        """Return the batch axis of input ``i`` as the rule sees it."""
+        """Return the batch axis of input ``i`` as the rule sees it; -1 for the last one."""
         return 0
 
     def batch_axis_out(self, module: Module, i: int) -> int:
-        """Return the batch axis of output ``i`` as the rule sees it."""
+        """Return the batch axis of output ``i`` as the rule sees it; -1 for the last one."""
         return 0
 
-    def axis_of(self, module: Module, i: int, x: Any) -> int | None:
+    def axis_of(self, module: Module, i: int, x: Tensor) -> int | None:
         """Return the batch axis of x, which is input ``i``; None if it is the same for all."""
-        return self.batch_axis_in(module, i)
+        return from_first(self.batch_axis_in(module, i), x.dim())
 
     def axes_in(self, c: Context) -> list[int | None]:
         """Return the batch axis of each input as the rule sees it; None if it has no samples."""
@@ -96,7 +101,8 @@ class SampleAxes(Interface):
 
     def axes_out(self, c: Context) -> list[int | None]:
         """Return the batch axis of each output as the rule sees it; None if it has no samples."""
-        return [self.batch_axis_out(c.module, i) for i in range(len(c.outputs))]
+        axes = (self.batch_axis_out(c.module, i) for i in range(len(c.outputs)))
+        return [from_first(axis, y.dim()) for axis, y in zip(axes, c.outputs, strict=True)]
 
     def axis_in(self, c: Context, i: int) -> int:
         """Return the batch axis of input ``i`` in the call at hand; 0 if it has no samples."""
@@ -157,7 +163,7 @@ class SampleAxes(Interface):
             if layout is None or shape is None:
                 continue
             if not layout.is_batched:
-                if layout.assumed and own > 0:  # data: the module knows better
+                if layout.assumed and own:  # data: the module knows better
                     layout.correct(shape, own)
             elif leading:
                 self._check_leading(call, layout, shape)
@@ -234,7 +240,10 @@ class SampleAxes(Interface):
 
     def _check_fixed(self, call: Call, i: int, layout: Layout, shape: Size) -> None:
         """Correct or confirm an assumption about an input; refuse samples along another axis."""
-        place, axis = layout.place(shape), self.batch_axis_in(call.module, i)
+        place, axis = (
+            layout.place(shape),
+            from_first(self.batch_axis_in(call.module, i), len(shape)),
+        )
         if place is not None and place.axis == axis and place.is_split:
             raise ValueError(
                 f"{call!r} needs the samples of the batch alone along axis {axis} of input "
@@ -291,8 +300,8 @@ class SampleAxes(Interface):
         module, leading = call.module, self.batch_axis is BatchAxis.LEADING
         main = next((layout for layout in call.layouts_in + call.layouts_out if layout), None)
 
-        def view(x: Any, layout: Layout | None, axis: int | None) -> Any:
-            if not isinstance(x, Tensor) or axis is None or (layout is None and x.dim() == 0):
+        def view(x: Tensor, layout: Layout | None, axis: int | None) -> Tensor:
+            if axis is None or (layout is None and x.dim() == 0):
                 return x
             if layout is None and leading:  # data: like the others
                 layout = main
@@ -312,11 +321,11 @@ class SampleAxes(Interface):
             return x if own is None else own.to_canonical(x).movedim(0, axis)
 
         xs = [
-            view(x, layout, self.axis_of(module, i, x))
+            view(x, layout, self.axis_of(module, i, x)) if isinstance(x, Tensor) else x
             for i, (x, layout) in enumerate(zip(inputs, call.layouts_in, strict=True))
         ]
         ys = [
-            view(y, layout, self.batch_axis_out(module, i))
+            view(y, layout, from_first(self.batch_axis_out(module, i), y.dim()))
             for i, (y, layout) in enumerate(zip(outputs, call.layouts_out, strict=True))
         ]
         return xs, ys

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from backpack.core.derivatives.evaluation import spread
+from backpack.core.derivatives.sample_axes import from_first
 from backpack.core.derivatives.vectors import first_of, listed
 from backpack.core.record.context import Context
 from backpack.core.record.layout import CPU, Place
@@ -258,16 +259,20 @@ class _RuleView:
         call = self.call
         if call.moves_no_columns:
             return call.shape_in[i], None, 0
-        axis = None if self.follows else self.rule.batch_axis_in(call.module, i)
-        return call.shape_in[i], call.place_in(i), axis
+        shape, axis = call.shape_in[i], None
+        if not self.follows and shape is not None:
+            axis = from_first(self.rule.batch_axis_in(call.module, i), len(shape))
+        return shape, call.place_in(i), axis
 
     def _output(self, i: int) -> tuple[Any, Place | None, int | None]:
         """Return the same of an output."""
         call = self.call
         if call.moves_no_columns:
             return call.shape_out[i], None, 0
-        axis = None if self.follows else self.rule.batch_axis_out(call.module, i)
-        return call.shape_out[i], call.place_out(i), axis
+        shape, axis = call.shape_out[i], None
+        if not self.follows:
+            axis = from_first(self.rule.batch_axis_out(call.module, i), len(shape))
+        return shape, call.place_out(i), axis
 
     def from_input(self, i: int, mat: Tensor | None) -> Tensor | None:
         shape, place, axis = self._input(i)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack.core.derivatives.elementwise_losses import ElementwiseLossDerivatives as Elementwise
-from backpack.core.derivatives.sample_axes import BatchAxis
+from backpack.core.derivatives.sample_axes import BatchAxis, from_first
 from backpack.core.engine import checks
 from backpack.core.engine.findings import OF_DATA, Findings
 from backpack.core.engine.foreign_uses import ForeignUses
@@ -343,7 +343,8 @@ def _axis(call: Visit, i: int, out: bool = False) -> int:
     rule = call.derivatives
     if call.rows_are_samples or rule is None or rule.batch_axis is not BatchAxis.FIXED:
         return 0
-    return (rule.batch_axis_out if out else rule.batch_axis_in)(call.module, i)
+    axis = (rule.batch_axis_out if out else rule.batch_axis_in)(call.module, i)
+    return from_first(axis, len((call.shape_out if out else call.shape_in)[i] or ()))
 
 
 def _axis_read(call: Visit, i: int) -> int:
