@@ -167,7 +167,8 @@ def measure(
     args: argparse.Namespace, show: Callable[[Figure], None], facts: dict[str, Any]
 ) -> list[Figure]:
     """Measure problems and quantities; write what there is after each problem."""
-    found = [one for one in read(args.out, facts) if one.problem not in args.problems]
+    earlier = [] if args.out is None else read(args.out, facts)
+    found = [one for one in earlier if one.problem not in args.problems]
     clock = {"wall": time.perf_counter, "cpu": time.process_time}[args.clock]
     for name in args.problems:
         steps = Steps(ALL[name], args.rounds, args.step_limit, clock)
@@ -179,7 +180,8 @@ def measure(
                     show(figure)
             except (NotImplementedError, TimeoutError, ValueError, MemoryError, RuntimeError):
                 steps.loaded.release()  # not defined there, or more than this machine has
-        write(found, args.out, facts)
+        if args.out is not None:
+            write(found, args.out, facts)
     return found
 
 
@@ -210,11 +212,13 @@ def best(figures: Iterable[Figure], kind: str) -> Figure | None:
     return max(measured, key=lambda one: getattr(one, kind), default=None)
 
 
-def rows(figures: list[Figure], kind: str) -> tuple[list[str], list[list[str]]]:
+def rows(
+    figures: list[Figure], kind: str, paths: Iterable[str] = fast.PATHS
+) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of a table: what each path earns most on each problem."""
     problems = list(dict.fromkeys(one.problem for one in figures))
     lines = []
-    for path in fast.PATHS:
+    for path in paths:
         own = [one for one in figures if one.path == path]
         cells = [best([one for one in own if one.problem == name], kind) for name in problems]
         values = [text(c, None if c is None else getattr(c, kind)) for c in cells]
@@ -271,8 +275,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--threads", type=int, default=2)
     add("--clock", default="wall", choices=["wall", "cpu"], help="cpu: time of the process")
     add("--step-limit", type=float, default=60.0, help="seconds after which a step is given up")
-    add("--out", type=Path, default=RESULTS / "fast_paths.json", help="the JSON file")
-    return parser.parse_args(arguments)
+    add(
+        "--out",
+        type=Path,
+        help="the JSON file; default: that of the results, none for some --paths",
+    )
+    args = parser.parse_args(arguments)
+    if args.out is None and args.paths is None:
+        args.out = RESULTS / "fast_paths.json"
+    return args
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -289,7 +300,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     figures = measure(args, show, circumstances(args))
     for kind in ("time", "memory"):
-        header, lines = rows(figures, kind)
+        header, lines = rows(figures, kind, args.paths or fast.PATHS)
         shown = Table(title=f"{kind} without ÷ with, most")
         for i, name in enumerate(header):
             shown.add_column(name, no_wrap=not i)

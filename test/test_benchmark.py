@@ -258,7 +258,9 @@ def test_the_report_names_earlier_runs() -> None:
     assert text.endswith("is of 2026-01-01 (commit aaa), on another machine (faster).")
 
 
-def test_what_fast_paths_earn(tmp_path: Path) -> None:
+def test_what_fast_paths_earn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, paths = tmp_path / "fast_paths.json", ["own reductions", "memoised results"]
     problems = ["--problems", "tiny", "--quantities", "Variance", "KFAC"]
     rounds = ["--rounds", "2", "--threads", "1", "--out", str(out)]
@@ -271,6 +273,12 @@ def test_what_fast_paths_earn(tmp_path: Path) -> None:
     assert all(len(one["seconds"]) == len(one["without"]) == 2 for one in figures)
     text = out.with_suffix(".md").read_text()
     assert text.count("| own reductions |") == 2
+    printed = capsys.readouterr().out
+    assert "own reductions" in printed and "own LSTM kernel" not in printed
+    # who tries some of them does not write over the figures of all
+    monkeypatch.setattr(fast_paths, "RESULTS", tmp_path / "results")
+    assert fast_paths.parse(["--paths", *paths]).out is None
+    assert fast_paths.parse([]).out == tmp_path / "results" / "fast_paths.json"
 
 
 def test_fast_paths_that_are_needed() -> None:
