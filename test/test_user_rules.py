@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -25,6 +26,7 @@ from backpack.core.derivatives.basederivatives import (
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.derivatives.elementwise import SigmoidDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.engine.backpropagation import Backpropagation, LossSource
 from backpack.core.engine.propagations import (
     BatchAveraged,
     Blocks,
@@ -32,7 +34,7 @@ from backpack.core.engine.propagations import (
     HessianFactors,
     Propagation,
 )
-from backpack.core.record.context import Context
+from backpack.core.record.context import Context, context_of
 from backpack.core.record.registry import _CACHE, REGISTRY, class_derivatives, register
 from backpack.custom_module.permute import Permute
 from backpack.extensions.backprop_extension import (
@@ -1467,6 +1469,39 @@ def test_a_sum_over_columns_is_that_of_the_factor() -> None:
     roots = run(model, extensions.SqrtGGNExact(), batch=batch)
     whole = [2 * p.sqrt_ggn_exact.sum((0, 1)) for p in roots]
     check(run(model, Own(ExactFactor(), "gradient"), batch=batch), "own", whole)
+
+
+@dataclass(frozen=True)
+class TwiceLogits(Propagation):
+    """Gradients of squared logits, of each row or of all rows of a sample."""
+
+    of_samples: bool
+    reads_gradients = False
+
+    def run(self, plan: Any, exts: Any, subsampling: Any, save: Any) -> None:
+        def columns(rows: Any) -> tuple[Tensor, None]:
+            return 2 * context_of(loss, rows).x.unsqueeze(0), None
+
+        (loss,) = plan.losses
+        source = LossSource(loss, columns, adds_up=self.of_samples)
+        Backpropagation(plan, exts, subsampling, save).run([source])
+
+
+@pytest.mark.parametrize("of_samples", [True, False])
+def test_columns_of_a_loss_of_positions_add_up_if_they_are_gradients(of_samples: bool) -> None:
+    layers = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.Flatten(0, 1)  # [N·T, C]
+    model, X = nn.Sequential(*layers), torch.randn(N, 2, 3)
+    params = run(
+        model, Own(TwiceLogits(of_samples), "square_norm"), batch=(X, torch.randint(2, (2 * N,)))
+    )
+    for p in params:
+        logits = model(X).unflatten(0, (N, 2)).square().sum(2)  # [N, T]
+        terms = logits.sum(1, keepdim=True) if of_samples else logits
+        norms = [
+            sum(torch.autograd.grad(t, p, retain_graph=True)[0].square().sum() for t in row)
+            for row in terms
+        ]
+        torch.testing.assert_close(p.own, 2 * torch.stack(norms), **TOLERANCE)
 
 
 def test_own_extension_of_a_tied_parameter() -> None:

@@ -60,7 +60,8 @@ class LossSource:
     # computes the columns, [V, rows, *d] at the prediction or a tuple with an entry for each input,
     # and their weights [V, rows] (None for all 1)
     factor: Callable[[Rows], tuple[Columns, Tensor | None]]
-    sampled: bool = False  # whether the columns are random
+    # whether rows of one sample add up, as gradients do; else each has columns of its own
+    adds_up: bool = False
     scale: Tensor | None = None  # what they are multiplied with; None for 1
     _last: tuple[Rows, Sequence[Tensor | None], Tensor | None] | None = field(
         default=None, init=False
@@ -86,7 +87,7 @@ class LossSource:
         mats, weights = self._emit(rows)
         weights = None if weights is None else weights[part]
         return [
-            None if mat is None else Factor(mat[part], mat.shape[1], weights, self.sampled)
+            None if mat is None else Factor(mat[part], mat.shape[1], weights, self.adds_up)
             for mat in mats
         ]
 

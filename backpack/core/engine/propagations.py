@@ -121,7 +121,8 @@ class LossFactor(Propagation):
 
     offers = Propagation.offers | UNSLICED
     reads_gradients = False  # first derivatives carry the factor, which depends on the prediction
-    sampled: ClassVar[bool] = False  # whether columns are random: they add up where rows merge
+    # whether columns are gradients, which add up where rows merge: also of targets that are drawn
+    of_gradients: ClassVar[bool] = False
     # makes the columns of a loss
     emission: Callable[[Visit, Backpropagation], Emission]
 
@@ -147,9 +148,9 @@ class LossFactor(Propagation):
             scale, rule = root_of_scale(call, savefields), user_loss_rule(call, exts)
             if rule is None:
                 rule = self.emission(call, backpropagation)
-                sources.append(LossSource(call, rule, self.sampled, scale))
+                sources.append(LossSource(call, rule, self.of_gradients, scale))
             else:
-                sources.append(LossSource(call, rule, self.sampled))
+                sources.append(LossSource(call, rule, self.of_gradients))
         backpropagation.run(sources)
 
 
@@ -169,7 +170,7 @@ class ExactFactor(LossFactor):
 class SampledFactor(LossFactor):
     """A Monte-Carlo factor S of the loss Hessian, ``[M, N, *out]`` at every module."""
 
-    sampled = True
+    of_gradients = True
     mc_samples: int = 1
 
     def __post_init__(self) -> None:
@@ -192,7 +193,7 @@ class EmpiricalFactor(LossFactor):
     ``W g gᵀ`` is the outer product of ``W g``, the gradient of a term of the loss, divided by W.
     """
 
-    sampled = True
+    of_gradients = True
 
     def emission(self, call: Visit, backpropagation: Backpropagation) -> Emission:
         """Return the gradients at the prediction."""
