@@ -307,6 +307,14 @@ def test_every_path_has_a_name_and_a_sentence() -> None:
         fast.path("reused memory", "Something else.")
 
 
+def test_a_body_follows_from_methods_that_are_there() -> None:
+    """Another name would never be overridden: subclasses would keep what is wrong for them."""
+    fast_jvp = fast.body("A misprint.", "vjp", "afine")(lambda self, c, t: t)
+    with pytest.raises(ValueError, match=r"Misprint\.jvp follows from afine, .* no such method"):
+        type("Misprint", (BaseDerivatives,), {"jvp": fast_jvp})
+    assert "Misprint.jvp" not in fast.PATHS
+
+
 def test_disabled_is_restored_after_an_error() -> None:
     body = vars(ElementwiseDerivatives)["batch_averaged"]
     with pytest.raises(RuntimeError), fast.disabled():

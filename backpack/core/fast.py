@@ -87,6 +87,12 @@ def enroll(cls: type, overridden: Set[str]) -> None:
             setattr(cls, known.method, _generic(cls, known.method))
     for method in [name for name, value in vars(cls).items() if is_body(value)]:
         name = f"{cls.__qualname__}.{method}"
+        unknown = [given for given in vars(cls)[method].fast[1] if not hasattr(cls, given)]
+        if unknown:
+            raise ValueError(
+                f"{name} follows from {', '.join(sorted(unknown))}, by its fast.body, but "
+                f"{cls.__name__} has no such method. Name those that a subclass may override."
+            )
         other = PATHS.get(name)
         if isinstance(other, Body) and other.owner.__module__ != cls.__module__:
             name = f"{cls.__module__}.{name}"
