@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from backpack import backpack, extend
+from backpack import assign_samples, backpack, extend
 from backpack.extensions import ClippedGrad
 from backpack.optim import DPSGD
 
@@ -494,6 +494,41 @@ def test_gradients_that_a_pass_outside_of_the_context_begins_with() -> None:
     with backpack(*optimiser.extensions):
         each.backward(each.detach() / each.detach().sum())
     with pytest.raises(ValueError, match="outside of the context"):
+        optimiser.step()
+
+
+OF_ROWS: dict[str, Loss] = {
+    "apart": lambda z, y: losses(z, y).sum(),
+    "detached": lambda z, y: losses(z, y).sum() * z.detach().mean(),
+    "item": lambda z, y: losses(z, y).sum() * z.detach().mean().item(),
+    "median": MIXING["median"],
+    "counts": MIXING["counts"],
+}
+
+
+@pytest.mark.parametrize("is_scattered", [False, True])
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_samples_of_several_rows(name: str, is_scattered: bool) -> None:
+    """Nothing was looked at where a program has said which sample each row belongs to."""
+    torch.manual_seed(0)
+    model = extend(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), use_converter="record")
+    numbers = torch.arange(4).repeat(2) if is_scattered else torch.arange(4).repeat_interleave(2)
+    optimiser = DPSGD(model.parameters(), **options(loss_reduction="sum"))
+    X = assign_samples(torch.randn(N, 5), numbers)
+    with backpack(*optimiser.extensions):
+        OF_ROWS[name](model(X), LABELS).backward()
+    refused: Any = pytest.raises(ValueError, match="would not be private")
+    with nullcontext() if name == "apart" else refused:
+        optimiser.step()
+
+
+def test_samples_of_different_numbers_of_rows() -> None:
+    model = extend(nn.Linear(5, 3), use_converter="record")
+    optimiser = DPSGD(model.parameters(), **options(loss_reduction="sum"))
+    X = assign_samples(torch.randn(N, 5), torch.tensor([0, 0, 0, 1, 2, 2, 3, 3]))
+    with backpack(*optimiser.extensions):
+        losses(model(X), LABELS).sum().backward()
+    with pytest.warns(UserWarning, match="different numbers of rows"):
         optimiser.step()
 
 

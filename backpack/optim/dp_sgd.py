@@ -102,9 +102,11 @@ class DPOptimizer(ExtensionOptimizer):
     those of these passes alone. Not seen is what ran outside of the context (do not normalise data
     by statistics of the batch; losses are refused there, those of torch and extended ones warn), a
     branch that is the same for all these batches, hooks of modules, or of the loss, that change
-    gradients, other threads, memory that is read by its address (``data_ptr``), rows of an earlier batch that are taken for those of
-    this one, and what has no effect in these passes. Let a loader whose samples have as many
-    entries as there are samples run outside: these would be taken for samples. If a loss reads
+    gradients, other threads, memory that is read by its address (``data_ptr``), rows of an earlier
+    batch that are taken for those of this one, and what has no effect in these passes. Let a loader
+    whose samples have as many entries as there are samples run outside: these would be taken for
+    samples. A sample is a row of what the model is called with, unless
+    :func:`~backpack.assign_samples` has said that it has several. If a loss reads
     several forward passes, row n of each has to be of the same sample. A sample whose gradient is
     not finite adds nothing.
 

@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from backpack.context import CTX, disable
 from backpack.core.derivatives.evaluation import alone
 from backpack.core.engine.loss_terms import is_usual
-from backpack.core.record.data_notes import assigned_axis, noted
+from backpack.core.record.data_notes import noted
 from backpack.core.record.generators import OwnGenerators
+from backpack.core.record.layout import Place
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import WRAPPERS, BackpackOutput, is_foreign_function, origin
 from backpack.core.values import at_least_single
@@ -47,6 +48,11 @@ NOT_LOOKED_AT = (
     "inside of `with backpack(*optimiser.extensions):`."
 )
 
+UNEVEN = (
+    "Private training: samples have different numbers of rows (assign_samples), so that functions "
+    "of these cannot run again for other samples: nobody sees whether samples depend on others "
+    "without a gradient (thresholds and statistics of the batch, what was detached, item())."
+)
 BEFORE_LOSS = (
     "numbers taken before the loss was computed ({}; those of a log are taken between the loss and "
     "step(), or outside of the context)"
@@ -182,9 +188,10 @@ class Program:
             if any(_is_output_before(x, self.entered) for one in seen for x in _tensors(one)):
                 warn(NOT_LOOKED_AT)
             shapes = [(repr(one.function), [x.shape for x in _tensors(one)]) for one in seen]
+            tables = _rows_of_samples(seen, samples)
         constants = self._constants(seen, shapes) if samples == 2 else set()
         earlier = {id(known()) for known in self.earlier}
-        why, depends = _dependence(seen, weighed, params, finite, constants, earlier)
+        why, depends = _dependence(seen, weighed, params, finite, constants, earlier, tables)
         results = [x for one in seen for x in _results(one)]
         self.earlier = [ref(x) for x in results if id(x) in depends]
         if why is None and samples > 2:
@@ -217,13 +224,15 @@ def _dependence(
     finite: Tensor,
     constants: set[int] | None,
     earlier: set[int],
+    tables: dict[int, Tensor],
 ) -> tuple[str | None, set[int]]:
     """Say what depends on other samples in functions, and list the results that depend on any."""
     why, is_known = None, False
     depends: set[int] = set()
     with torch._C.DisableTorchFunction(), disable(), alone():
         for place, takes_integers in CHOICES:
-            batch = _Batch(seen, roots, params, finite, (place, takes_integers), constants, earlier)
+            choice = (place, takes_integers)
+            batch = _Batch(seen, roots, params, finite, choice, constants, earlier, tables)
             try:
                 why = batch.dependence()
                 depends = batch.depends | {*batch.stale}
@@ -251,8 +260,9 @@ class _Batch:
         choice: tuple[int, bool],
         constants: set[int] | None,
         earlier: set[int],
+        tables: dict[int, Tensor],
     ):
-        self.earlier = earlier
+        self.earlier, self.tables = earlier, tables
         self.stale: dict[int, list[int]] = {}  # what follows from a tensor of that shape of these
         self.seen, self.roots, self.params = seen, roots, params
         self.samples, self.choice, self.is_ambiguous = len(finite), choice, False
@@ -408,10 +418,9 @@ class _Batch:
     def _has_samples(self, x: Tensor) -> bool:
         """Give a tensor with an axis of samples their data."""
         place, takes_integers = self.choice
-        known = noted(x)
-        said = known is not None and known.is_assigned
-        each = [assigned_axis(x)] if said else range(x.dim())
-        axes = [i for i in each if i is not None and x.shape[i] == self.samples]
+        is_said, said = _assigned(x)
+        each = range(x.dim()) if not is_said else [] if said is None else [said.axis]
+        axes = [i for i in each if x.shape[i] in self.tables]
         is_data = not isinstance(x, Parameter) and (x.is_floating_point() or takes_integers)
         is_data = is_data and id(x) not in self.constants
         if not axes or not is_data:
@@ -420,11 +429,15 @@ class _Batch:
             self.is_ambiguous = True
             if place and len(x) == 1:
                 return False
+        axis = axes[min(place, len(axes) - 1)]
+        table = self.tables[x.shape[axis]]
+        may_number = table.shape[1] > 1 and x.dim() == 1 and not x.is_floating_point()
+        if may_number and bool((x.cpu()[table] == torch.arange(len(table)).unsqueeze(1)).all()):
+            return False  # says which sample each row belongs to
+        order = torch.empty(table.numel(), dtype=torch.long)
+        order[table.flatten()] = table[self.order].flatten()
         with torch.enable_grad():
-            rows = self._leaf(x).index_select(
-                axes[min(place, len(axes) - 1)], self.order.to(x.device)
-            )
-        self.values[id(x)] = rows
+            self.values[id(x)] = self._leaf(x).index_select(axis, order.to(x.device))
         self.depends.add(id(x))
         self.shapes.append([*x.shape])
         return True
@@ -442,6 +455,40 @@ def _weighed(seen: list[Seen], root: Tensor, weights: Tensor | None) -> Tensor:
 
 def _times_constant(root: Tensor, weights: Tensor) -> Tensor:
     return root * weights.detach()
+
+
+def _assigned(x: Tensor) -> tuple[bool, Place | None]:
+    """Whether a program has said where the samples are in data (assign_samples), and where."""
+    known = noted(x)
+    is_said = known is not None and known.is_assigned
+    return is_said, known.place(x.shape) if is_said and known is not None else None
+
+
+def _rows_of_samples(seen: Sequence[Seen], samples: int) -> dict[int, Tensor]:
+    """Return which rows belong to each sample, ``[N, k]``, for axes of N·k entries.
+
+    Several for each where a program has said so. Samples with different numbers of rows cannot have
+    the data of each other, which is told.
+    """
+    tables = {samples: torch.arange(samples).unsqueeze(1)}
+    is_uneven = False
+    for x in (x for one in seen for x in _tensors(one)):
+        _, place = _assigned(x)
+        if place is None or place.samples != samples or x.shape[place.axis] in tables:
+            continue
+        rows = x.shape[place.axis]
+        if place.owners is not None:
+            numbers = torch.tensor(place.owners.numbers)
+        else:
+            numbers = torch.arange(samples).repeat_interleave(rows // samples // place.outer)
+            numbers = numbers.repeat(place.outer)
+        if len({*numbers.bincount(minlength=samples).tolist()}) > 1:
+            is_uneven = True
+        else:
+            tables[rows] = numbers.argsort(stable=True).reshape(samples, -1)
+    if is_uneven:
+        warn(UNEVEN)
+    return tables
 
 
 def _copy(x: Tensor) -> Tensor:
