@@ -225,6 +225,16 @@ def test_factors_of_any_layout() -> None:
     assert torch.equal(kfacs_to_mat([A, B.T.contiguous().T]), expected)
 
 
+@pytest.mark.parametrize(
+    "other", [rand(2, 2), rand(2, 3).T, rand(1, 2).T], ids=["rows", "columns", "column"]
+)
+def test_columns_of_any_stride(other: Tensor) -> None:
+    """A transposed row counts as contiguous, but torch.kron refuses it."""
+    column = rand(1, 3).T
+    for factors in ([column, other], [other, column], [column, other, column]):
+        torch.testing.assert_close(kfacs_to_mat(factors), dense(factors))
+
+
 def test_inverse_beyond_the_precision_of_the_factors() -> None:
     """It is no infinite one."""
     for factor in (torch.full((2,), 1e-5), 1e-5 * torch.eye(2)):

@@ -33,9 +33,9 @@ def kfacs_to_mat(factors: Sequence[Tensor]) -> Tensor:
     """
     _check_matrices(factors)
     matrices = (factor.diag() if factor.dim() == 1 else factor for factor in factors)
-    # torch.kron refuses some pairs of layouts, such as eigenvectors (column by column) and others
-    first, *others = (matrix.contiguous() for matrix in matrices)
-    return reduce(torch.kron, others, first.clone())
+    # torch.kron refuses some pairs of layouts, such as eigenvectors (column by column) and others;
+    # contiguous() leaves the strides of a column as they are
+    return reduce(torch.kron, [m.clone(memory_format=torch.contiguous_format) for m in matrices])
 
 
 def kfac_mat_prod(factors: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
