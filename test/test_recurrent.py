@@ -738,7 +738,7 @@ def test_dropout_between_layers() -> None:
     probe = Probe("lstm", num_layers=2, dropout=0.5)
     mats = probe.mats_out()
     m = probe.module
-    with pytest.raises(NotImplementedError, match=r"LSTM has dropout=0\.5.*use_converter"):
+    with pytest.raises(NotImplementedError, match=r"LSTM has dropout=0\.5.*use_converter='trace'"):
         probe.rule.param_mjp("weight_ih_l0", m, None, None, mats)
     m.eval()
     probe.outputs = probe.call(*probe.inputs)

@@ -184,8 +184,8 @@ class RecurrentDerivatives(BaseDerivatives):
         if c.call.training and getattr(module, "dropout", 0) > 0 and module.num_layers > 1:
             raise NotImplementedError(
                 f"{describe(module)} has dropout={module.dropout} between its layers, whose masks "
-                "are not known. Use extend(model, use_converter=True), which splits the layers, or "
-                "dropout=0, or eval()."
+                "are not known. Use extend(model, use_converter='trace'), which splits the layers, "
+                "or dropout=0, or eval()."
             )
         x, *first = inputs
         x = self.inside(module, x, 0, False)
