@@ -1,8 +1,8 @@
 """What each fast path of this library earns: ``python -m benchmark.fast_paths``.
 
 A step without the path is timed next to one with it, in one process and in turn, for the quantities
-that take the path (or ask whether they may). What earns less than :data:`WORTHWHILE` on all
-problems is not worth its code.
+that take the path (or ask whether they may). What earns neither :data:`TIME` nor :data:`MEMORY` on
+any problem is not worth its code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -30,15 +30,21 @@ from benchmark.libraries import Backpack
 from benchmark.measure import MEMORY_SHARE, total_memory
 from benchmark.noticed import noticed
 from benchmark.problems import ALL, LAYERS, SHORT, Problem
-from benchmark.quantities import EXACT, FIRST, HESSIAN, QUANTITIES
+from benchmark.problems import PROBLEMS as TABLES
+from benchmark.quantities import EXACT, FIRST, HESSIAN, QUANTITIES, Quantity
 from benchmark.report import table
 from benchmark.worker import Memory
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PROBLEMS = ("logreg", "mlp", "sigmoid-cnn", "3c3d", "lstm", "transformer", *SHORT, *LAYERS)
-QUANTITY_NAMES = (*FIRST, "DiagGGNMC", "KFAC", *EXACT, *HESSIAN, "GGNMP")
-# What a path has to earn somewhere.
-WORTHWHILE = 1.05
+KNOWN = QUANTITIES | {"EKFAC": Quantity(("EKFAC",), 2, random=True)}
+QUANTITY_NAMES = (*FIRST, "DiagGGNMC", "KFAC", "EKFAC", *EXACT, *HESSIAN, "GGNMP", "HMP")
+# What takes minutes for the problems of other tables.
+LONG = frozenset({"HMP"})
+# What a path has to earn somewhere: of the time, in three of four rounds; or of the memory, and so
+# many bytes, whenever it is measured, so many times.
+TIME = 1.05
+MEMORY, BYTES, MEMORY_ROUNDS = 1.2, 2**20, 3
 # What takes over the work of a path in a loop of steps, and is switched off to see what it earns.
 TAKEN_OVER = {"huge pages": "reused memory"}
 # Paths that are taken where the gradient is the sum of individual gradients.
@@ -54,9 +60,10 @@ class Figure:
     Args:
         seconds: Of each round, a step with it.
         without: Of each round, a step without it.
-        bytes: Memory of a step with it, beyond what is there before.
-        bytes_without: Memory of a step without it.
+        bytes: Memory of steps with it, beyond what is there before.
+        bytes_without: Memory of steps without it.
         reason: Why there are no figures.
+        environment: What figures depend on.
     """
 
     path: str
@@ -64,9 +71,10 @@ class Figure:
     quantity: str
     seconds: list[float] = field(default_factory=list)
     without: list[float] = field(default_factory=list)
-    bytes: int = 0
-    bytes_without: int = 0
+    bytes: list[int] = field(default_factory=list)
+    bytes_without: list[int] = field(default_factory=list)
     reason: str = ""
+    environment: dict[str, Any] = field(default_factory=dict)
 
     @property
     def time(self) -> float | None:
@@ -74,10 +82,18 @@ class Figure:
         return statistics.median(self._ratios) if self.seconds else None
 
     @property
-    def is_worthwhile(self) -> bool:
+    def saves_time(self) -> bool:
         """Whether it earns enough, in three of four rounds; or nothing can be done without it."""
         ratios = sorted(self._ratios)
-        return bool(self.reason) or (bool(ratios) and ratios[len(ratios) // 4] >= WORTHWHILE)
+        return bool(self.reason) or (bool(ratios) and ratios[len(ratios) // 4] >= TIME)
+
+    @property
+    def saves_memory(self) -> bool:
+        """Whether the most that is taken with it is clearly less than the least without it."""
+        if len(self.bytes) < MEMORY_ROUNDS or len(self.bytes_without) < MEMORY_ROUNDS:
+            return False
+        most, least = max(self.bytes), min(self.bytes_without)
+        return least >= MEMORY * most and least >= most + BYTES
 
     @property
     def _ratios(self) -> list[float]:
@@ -86,7 +102,9 @@ class Figure:
     @property
     def memory(self) -> float | None:
         """Memory without it ÷ memory with it."""
-        return self.bytes_without / self.bytes if self.bytes and self.bytes_without else None
+        if not (any(self.bytes) and any(self.bytes_without)):
+            return None
+        return statistics.median(self.bytes_without) / max(1, statistics.median(self.bytes))
 
 
 @contextmanager
@@ -116,9 +134,14 @@ class Steps:
         self.memory = Memory("cpu")
         self.loaded = Backpack(problem, "cpu")
 
+    @staticmethod
+    def without(path: str | None) -> AbstractContextManager[None]:
+        """Do without a path, if there is one."""
+        return nullcontext() if path is None else fast.disabled(path)
+
     def seconds(self, step: Step, path: str | None = None) -> float:
         """Time a step, without a path."""
-        with nullcontext() if path is None else fast.disabled(path), limit(self.step_limit):
+        with self.without(path), limit(self.step_limit):
             start = self.clock()
             step()
             stop = self.clock()
@@ -127,7 +150,7 @@ class Steps:
 
     def bytes(self, step: Step, path: str | None = None) -> int:
         """Return the memory of a step, without a path."""
-        with nullcontext() if path is None else fast.disabled(path), limit(self.step_limit):
+        with self.without(path), limit(self.step_limit):
             _, peak = self.memory(step)
         self.loaded.between_steps()
         return peak
@@ -135,20 +158,22 @@ class Steps:
     def figures(self, quantity: str, paths: Iterable[str] | None) -> Iterator[Figure]:
         """Measure the paths that a quantity takes."""
         self.loaded.options = {"sum_individual_gradients": True} if SUMMED in quantity else {}
-        step = self.loaded.prepare(QUANTITIES[quantity.removesuffix(SUMMED)])
-        self.seconds(step)
-        with noticed() as names:
-            self.seconds(step)
-        peak = self.bytes(step)
+        step = self.loaded.prepare(KNOWN[quantity.removesuffix(SUMMED)])
+        names = set()
+        for other in (None, *TAKEN_OVER.values()):
+            with self.without(other):
+                self.seconds(step)
+                with noticed() as taken:
+                    self.seconds(step)
+            names |= taken
         for name in sorted(names if paths is None else names.intersection(paths)):
-            found = Figure(name, self.problem.name, quantity, bytes=peak)
-            other = TAKEN_OVER.get(name)
+            found = Figure(name, self.problem.name, quantity)
             try:
-                with nullcontext() if other is None else fast.disabled(other):
+                with self.without(TAKEN_OVER.get(name)):
                     self.seconds(step, name)  # to warm up
-                    found.bytes_without = self.bytes(step, name)
-                    if other is not None:
-                        found.bytes = self.bytes(step)
+                    for _ in range(MEMORY_ROUNDS):
+                        found.bytes.append(self.bytes(step))
+                        found.bytes_without.append(self.bytes(step, name))
                     for _ in range(self.rounds):
                         found.seconds.append(self.seconds(step))
                         found.without.append(self.seconds(step, name))
@@ -157,40 +182,64 @@ class Steps:
             except (MemoryError, RuntimeError) as error:
                 found.reason = str(error).splitlines()[0][:80]
             if found.reason:
-                found.seconds, found.without = [], []
+                found.seconds, found.without, found.bytes_without = [], [], []
                 self.loaded.release()
             yield found
         self.loaded.release()
 
 
-def measure(
-    args: argparse.Namespace, show: Callable[[Figure], None], facts: dict[str, Any]
-) -> list[Figure]:
-    """Measure problems and quantities; write what there is after each problem."""
-    earlier = [] if args.out is None else read(args.out, facts)
-    found = [one for one in earlier if one.problem not in args.problems]
+def measure(args: argparse.Namespace, show: Callable[[Figure], None]) -> list[Figure]:
+    """Measure problems and quantities; write what there is after each problem.
+
+    Of an earlier run there stays what is not measured again, with the environment of then.
+    """
+    quantities = {each for q in args.quantities for each in (q, q + SUMMED)}
+    found = [
+        one
+        for one in ([] if args.out is None else read(args.out))
+        if one.problem not in args.problems
+        or one.quantity not in quantities
+        or one.path not in (args.paths or fast.PATHS)
+    ]
     clock = {"wall": time.perf_counter, "cpu": time.process_time}[args.clock]
+    environment = circumstances(args)
     for name in args.problems:
         steps = Steps(ALL[name], args.rounds, args.step_limit, clock)
-        chosen = [q for q in args.quantities if q in ALL[name].quantities]
+        known = {*ALL[name].quantities, "EKFAC"} - (LONG if name in TABLES else set())
+        chosen = [q for q in args.quantities if q in known]
         for quantity in [*chosen, *(q + SUMMED for q in chosen if q in FIRST)]:
             try:
                 for figure in steps.figures(quantity, args.paths):
+                    figure.environment = environment
                     found.append(figure)
                     show(figure)
             except (NotImplementedError, TimeoutError, ValueError, MemoryError, RuntimeError):
                 steps.loaded.release()  # not defined there, or more than this machine has
         if args.out is not None:
-            write(found, args.out, facts)
+            write(found, args.out)
     return found
 
 
-def read(out: Path, facts: dict[str, Any]) -> list[Figure]:
-    """Return the figures of an earlier run under the same circumstances."""
-    contents = json.loads(out.read_text()) if out.exists() else {}
-    if contents.get("environment") != facts:
-        return []
-    return [Figure(**one) for one in contents["figures"]]
+def read(out: Path) -> list[Figure]:
+    """Return the figures of earlier runs, of the paths that there are."""
+    contents = json.loads(out.read_text()) if out.exists() else {"runs": []}
+    return [
+        Figure(**one, environment=run["environment"])
+        for run in contents["runs"]
+        for one in run["figures"]
+        if one["path"] in fast.PATHS
+    ]
+
+
+def runs(figures: Iterable[Figure]) -> list[tuple[dict[str, Any], list[Figure]]]:
+    """Group figures by the environment that they are of."""
+    found: list[tuple[dict[str, Any], list[Figure]]] = []
+    for one in figures:
+        own = next((group for facts, group in found if facts == one.environment), None)
+        if own is None:
+            found.append((one.environment, own := []))
+        own.append(one)
+    return found
 
 
 def text(figure: Figure | None, value: float | None) -> str:
@@ -222,20 +271,25 @@ def rows(
         own = [one for one in figures if one.path == path]
         cells = [best([one for one in own if one.problem == name], kind) for name in problems]
         values = [text(c, None if c is None else getattr(c, kind)) for c in cells]
-        verdict = "yes" if any(one.is_worthwhile for one in own) else "no" if own else ""
-        lines.append([path, *values, *([verdict] if kind == "time" else [])])
-    return ["path", *problems, *(["worth it"] if kind == "time" else [])], lines
+        saves = any(getattr(one, f"saves_{kind}") for one in own)
+        lines.append([path, *values, "yes" if saves else "no" if own else ""])
+    return ["path", *problems, "worth it"], lines
 
 
 HEAD = """\
 # What fast paths earn
 
-Made by `python -m benchmark.fast_paths`: {environment}.
+Made by `python -m benchmark.fast_paths`, with
+
+{environments}
 
 Figures are those without the path divided by those with it, for the quantity of a problem for which
 this is most; a reason stands where a step without the path is not possible, nothing where no
-quantity takes the path. A path is worth it if some step takes {worthwhile:.0%} more time without
-it, in three of four rounds.
+quantity takes the path, or where it was not measured. A path is worth it for the sake of time if
+some step takes {time:.0%} more of it without the path, in three of four rounds; for the sake of
+memory if some step takes {memory:.0%} and 1 MiB more of it without the path, whenever it is
+measured, three times with it and three without. A figure alone, which is a median, may be more by
+chance.
 """
 
 
@@ -250,13 +304,21 @@ def circumstances(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def write(figures: list[Figure], out: Path, facts: dict[str, Any]) -> None:
+def write(figures: list[Figure], out: Path) -> None:
     """Write the figures, and a report next to them."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    contents = {"environment": facts, "figures": [asdict(one) for one in figures]}
-    out.write_text(json.dumps(contents, indent=1) + "\n")
-    environment = ", ".join(f"{name} {value}" for name, value in facts.items())
-    parts = [HEAD.format(environment=environment, worthwhile=WORTHWHILE - 1)]
+    contents, lines = [], []
+    for environment, own in runs(figures):
+        values = [asdict(one) for one in own]
+        for each in values:
+            del each["environment"]
+        contents.append({"environment": environment, "figures": values})
+        problems = ", ".join(dict.fromkeys(one.problem for one in own))
+        facts = ", ".join(f"{name} {value}" for name, value in environment.items())
+        lines.append(f"- {facts}: {len(own)} figures of {problems}")
+    out.write_text(json.dumps({"runs": contents}, indent=1) + "\n")
+    shares = {"time": TIME - 1, "memory": MEMORY - 1}
+    parts = [HEAD.format(environments="\n".join(lines), **shares)]
     for kind in ("time", "memory"):
         parts += [f"## {kind.capitalize()}\n", table(*rows(figures, kind))]
     sentences = [f"- {path.name}: {path.what}" for path in fast.PATHS.values()]
@@ -269,7 +331,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmark.fast_paths", description=__doc__)
     add = parser.add_argument
     add("--problems", nargs="+", choices=[*ALL], default=PROBLEMS, metavar="NAME")
-    add("--quantities", nargs="+", choices=[*QUANTITIES], default=QUANTITY_NAMES, metavar="NAME")
+    add("--quantities", nargs="+", choices=[*KNOWN], default=QUANTITY_NAMES, metavar="NAME")
     add("--paths", nargs="+", choices=[*fast.PATHS], metavar="NAME", help="default: all")
     add("--rounds", type=int, default=7)
     add("--threads", type=int, default=2)
@@ -298,7 +360,7 @@ def main(arguments: list[str] | None = None) -> int:
         what = one.reason or ", ".join(ratios)
         console.print(f"{one.problem:18}{one.quantity:36}{one.path:48}{what}")
 
-    figures = measure(args, show, circumstances(args))
+    figures = measure(args, show)
     for kind in ("time", "memory"):
         header, lines = rows(figures, kind, args.paths or fast.PATHS)
         shown = Table(title=f"{kind} without ÷ with, most")

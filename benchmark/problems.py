@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from benchmark.quantities import CORE, EVERY, NONE, PIECEWISE_LINEAR, SCALED
+from benchmark.quantities import CORE, EVERY, FIRST, NONE, PIECEWISE_LINEAR, PRODUCTS, SCALED
 
 
 class ReduceTuple(nn.Module):
@@ -238,6 +238,96 @@ def many_layers(classes: int) -> nn.Module:
         nn.Softmax(1),
         nn.Linear(64, classes),
     )
+
+
+class OwnGate(nn.Module):
+    """A layer that users have written, without a rule: a gated residual connection."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, width, width) / width**0.5)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, input: Tensor) -> Tensor:
+        value, gate = (input @ weight for weight in self.weight)
+        return input + self.scale * value * gate.sigmoid()
+
+
+def pooling_cnn(classes: int) -> nn.Module:
+    """Two convolutions on 12×12 images, each with maximum pooling."""
+    layers = [nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 2), nn.ReLU()]
+    return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, classes))
+
+
+def deep_cnn(depth: int, classes: int) -> nn.Module:
+    """Padded convolutions of as many positions, whose outputs take more than all else."""
+    layers: list[nn.Module] = []
+    for i in range(depth):
+        layers += [nn.Conv2d(16 if i else 3, 16, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AvgPool2d(8), nn.Flatten(), nn.Linear(256, classes))
+
+
+def hourglass(classes: int) -> nn.Module:
+    """Convolutions by channel and by position, down to 4×4 positions and up again."""
+
+    def separable(channels: int, out: int, stride: int = 1) -> list[nn.Module]:
+        each = nn.Conv2d(channels, channels, 3, stride, padding=1, groups=channels)
+        return [each, nn.Conv2d(channels, out, 1), nn.ReLU()]
+
+    down = [*separable(3, 16, 2), *separable(16, 32, 2)]
+    up = [nn.Upsample(scale_factor=2, mode="bilinear"), *separable(32, 16)]
+    up += [nn.Upsample(scale_factor=2), *separable(16, 8)]
+    return nn.Sequential(*down, *up, nn.AvgPool2d(4), nn.Flatten(), nn.Linear(128, classes))
+
+
+class GatedBlock(nn.Module):
+    """As written by hand: attention by matrix products, and a gated layer."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.split = (3, heads, width // heads)
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.project, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.softmax, self.glu = nn.Softmax(-1), nn.GLU(-1)
+        self.dense1, self.dense2 = nn.Linear(width, 4 * width), nn.Linear(2 * width, width)
+
+    def forward(self, input: Tensor) -> Tensor:
+        projected = self.project(self.norm1(input)).unflatten(2, self.split)
+        q, k, v = (projected[:, :, i].transpose(1, 2) for i in range(3))
+        scores = torch.matmul(q, k.transpose(2, 3)) / self.split[2] ** 0.5
+        x = torch.matmul(self.softmax(scores), v)
+        x = input + self.merge(x.transpose(1, 2).flatten(2))
+        return x + self.dense2(self.glu(self.dense1(self.norm2(x))))
+
+
+class Classifier(nn.Module):
+    """Reads a sequence, and says something about it at its first token."""
+
+    def __init__(self, vocabulary: int, width: int, heads: int, depth: int, classes: int):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.Sequential(*(GatedBlock(width, heads) for _ in range(depth)))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, classes)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embedding(input)))[:, 0])
+
+
+class TiedTransformer(nn.Module):
+    """One block for all depths, and one matrix for the first and the last layer."""
+
+    def __init__(self, vocabulary: int, width: int, heads: int, depth: int):
+        super().__init__()
+        self.depth, self.block = depth, TransformerBlock(width, heads)
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = self.embedding(input)
+        for _ in range(self.depth):
+            x = self.block(x)
+        return self.head(self.norm(x)).transpose(1, 2)
 
 
 class ManyLayersOfTokens(nn.Module):
@@ -522,6 +612,60 @@ LAYERS = _named(
         64,
     ),
     _mlp("bottleneck", "MLP 256-256-256-8-256-500, N=64", 256, 256, 256, 8, 256, 500, batch=64),
+    Problem(
+        "own-layers",
+        "Layers without a rule, width 32, N=64",
+        lambda _: nn.Sequential(nn.Linear(16, 32), OwnGate(32), OwnGate(32), nn.Linear(32, 5)),
+        reals(64, 16),
+        5,
+        64,
+        quantities=(*FIRST, "DiagGGNMC", "KFAC", "DiagGGNExact", "GGNMP"),
+    ),
+    Problem(
+        "pooling",
+        "Two convolutions with maximum pooling, 12×12, N=32",
+        lambda _: pooling_cnn(10),
+        reals(32, 1, 12, 12),
+        10,
+        32,
+    ),
+    Problem(
+        "deep-cnn",
+        "Eight padded convolutions, 32×32, N=32",
+        lambda _: deep_cnn(8, 10),
+        reals(32, 3, 32, 32),
+        10,
+        32,
+        quantities=(*FIRST, "DiagGGNMC", "KFAC", "GGNMP"),
+    ),
+    Problem(
+        "hourglass",
+        "Separable convolutions, down and up, 16×16, N=32",
+        lambda _: hourglass(10),
+        reals(32, 3, 16, 16),
+        10,
+        32,
+    ),
+    Problem(
+        "classifier",
+        "Attention by hand, gated layers, first of 8 tokens, width 24, N=16",
+        lambda _: Classifier(30, 24, 2, 2, 5),
+        integers(30, 16, 8),
+        5,
+        16,
+        converter=True,
+    ),
+    Problem(
+        "tied-transformer",
+        "Transformer with one block and one matrix of 2000 words, width 32, N=16",
+        lambda _: TiedTransformer(2000, 32, 2, 2),
+        integers(2000, 16, 12),
+        2000,
+        16,
+        positions=(12,),
+        converter=True,
+        quantities=(*FIRST, "DiagGGNMC", "KFAC", *PRODUCTS),
+    ),
 )
 
 # for tests of the benchmark itself

@@ -265,12 +265,14 @@ def test_what_fast_paths_earn(
     problems = ["--problems", "tiny", "--quantities", "Variance", "KFAC"]
     rounds = ["--rounds", "2", "--threads", "1", "--out", str(out)]
     assert fast_paths.main([*problems, "--paths", *paths, *rounds]) == 0
-    figures = contents(out)["figures"]
+    (run,) = contents(out)["runs"]
+    figures = run["figures"]
     assert {(one["path"], one["quantity"]) for one in figures} == {
         ("own reductions", "Variance"),
         ("own reductions", "Variance, gradients summed"),
     }
     assert all(len(one["seconds"]) == len(one["without"]) == 2 for one in figures)
+    assert all(len(one["bytes"]) == len(one["bytes_without"]) == 3 for one in figures)
     text = out.with_suffix(".md").read_text()
     assert text.count("| own reductions |") == 2
     printed = capsys.readouterr().out
@@ -281,14 +283,42 @@ def test_what_fast_paths_earn(
     assert fast_paths.parse([]).out == tmp_path / "results" / "fast_paths.json"
 
 
+def test_figures_of_earlier_runs_stay(tmp_path: Path) -> None:
+    """But for those that are measured again, with the environment that they are of."""
+    out, paths = tmp_path / "fast_paths.json", ["own reductions", "usual layout"]
+    then = {"threads": 7, "date": "2026-01-01"}
+    names = [("mlp", paths[0], "Variance"), ("tiny", "no more", "Variance")]
+    names += [("tiny", path, q) for path in paths for q in ("Variance", "BatchL2Grad")]
+    earlier = [
+        fast_paths.Figure(path, problem, q, [1.0], [1.5], environment=then)
+        for problem, path, q in names
+    ]
+    fast_paths.write(earlier, out)
+    chosen = ["--problems", "tiny", "--quantities", "Variance", "--paths", "own reductions"]
+    assert fast_paths.main([*chosen, "--rounds", "1", "--threads", "1", "--out", str(out)]) == 0
+    old, new = contents(out)["runs"]
+    assert old["environment"] == then and new["environment"]["threads"] == 1
+    stay = [each for each in names if each[1:] != (paths[0], "Variance") and each[1] in paths]
+    kept = [(one["problem"], one["path"], one["quantity"]) for one in old["figures"]]
+    assert kept == [names[0], *stay]
+    assert {one["quantity"] for one in new["figures"]} == {"Variance", "Variance, gradients summed"}
+    text = out.with_suffix(".md").read_text()
+    assert "- threads 7, date 2026-01-01: 4 figures of mlp, tiny\n- threads 1, " in text
+
+
 def test_fast_paths_that_are_needed() -> None:
     """A step that is not possible without a path is what the path earns."""
     slow = fast_paths.Figure("path", "mlp", "KFRA", reason="takes longer than 60 s")
     fast = fast_paths.Figure("path", "mlp", "KFAC", [1.0, 1.0, 1.0, 1.0], [1.2, 1.0, 1.2, 1.2])
     same = fast_paths.Figure("other", "mlp", "KFAC", [1.0, 1.0, 1.0, 1.0], [1.2, 1.0, 1.0, 1.2])
-    assert slow.is_worthwhile and fast.is_worthwhile and not same.is_worthwhile
+    assert slow.saves_time and fast.saves_time and not same.saves_time
     assert fast_paths.best([fast, slow], "time") is slow and fast.time == 1.2
     assert fast_paths.best([], "time") is None
+    for least, once, saves in ((30, 90, True), (30, 11, False), (11, 99, False), (30, 0, False)):
+        size, most = 2**20, [10 * 2**20] * 3
+        others = [least * size, least * size, *([once * size] if once else [])]
+        one = fast_paths.Figure("path", "mlp", "KFAC", bytes=most, bytes_without=others)
+        assert one.saves_memory is saves and one.memory == least / 10 and not one.saves_time
     with pytest.raises(TimeoutError), fast_paths.limit(0.01):
         while True:
             pass
