@@ -153,6 +153,38 @@ def test_rows_in_any_order_and_samples_without_rows() -> None:
         torch.testing.assert_close(parameters[i].grad_batch, wanted[i], **TOLERANCE)
 
 
+@pytest.mark.parametrize("numbers", [[0, 0, 1, 1, 2, 2], [0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 2, 2]])
+def test_rows_of_samples_in_a_model_without_a_converter(numbers: list[int]) -> None:
+    """Its data were taken for as many samples as rows: right results came with a warning."""
+    X, y, owner = torch.rand(6, 4).double(), torch.tensor([0, 1, 2, 2, 1, 0]), torch.tensor(numbers)
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model, lossfunc = extend(copy.deepcopy(plain)), nn.CrossEntropyLoss(reduction="sum")
+    assign_samples(X, owner)
+    with warnings.catch_warnings(), backpack(extensions.BatchGrad()):
+        warnings.simplefilter("error")
+        extend(copy.deepcopy(lossfunc))(model(X), y).backward()
+    for n in range(3):
+        loss = lossfunc(plain(X[owner == n]), y[owner == n])
+        own = torch.autograd.grad(loss, list(plain.parameters()))
+        for p, g in zip(model.parameters(), own, strict=True):
+            torch.testing.assert_close(p.grad_batch[n], g, **TOLERANCE)  # type: ignore[attr-defined]
+
+
+def test_rows_that_a_model_without_a_converter_moves() -> None:
+    class Turned(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.flip(0))  # type: ignore[no-any-return]
+
+    X = assign_samples(torch.rand(6, 4), torch.tensor([0, 0, 0, 1, 2, 2]))
+    model = extend(Turned(nn.Linear(4, 3)))
+    loss = extend(nn.CrossEntropyLoss())(model(X), torch.tensor([0, 1, 2, 2, 1, 0]))
+    with (
+        pytest.warns(UserWarning, match="are not those of samples"),
+        backpack(extensions.BatchGrad()),
+    ):
+        loss.backward()
+
+
 def test_edges_between_graphs_are_refused() -> None:
     x, edges, numbers = graphs([3, 2, 4])
     edges[1, 0] = 5

@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from backpack.context import CTX, disable
 from backpack.core.derivatives.evaluation import alone
 from backpack.core.engine.loss_terms import is_usual
-from backpack.core.record.data_notes import noted
+from backpack.core.record.data_notes import assigned_place, noted
 from backpack.core.record.generators import OwnGenerators
-from backpack.core.record.layout import Place
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import WRAPPERS, BackpackOutput, is_foreign_function, origin
 from backpack.core.values import at_least_single
@@ -418,8 +417,9 @@ class _Batch:
     def _has_samples(self, x: Tensor) -> bool:
         """Give a tensor with an axis of samples their data."""
         place, takes_integers = self.choice
-        is_said, said = _assigned(x)
-        each = range(x.dim()) if not is_said else [] if said is None else [said.axis]
+        known, said = noted(x), assigned_place(x)
+        each = [] if known is not None and known.is_assigned else range(x.dim())
+        each = each if said is None else [said.axis]
         axes = [i for i in each if x.shape[i] in self.tables]
         is_data = not isinstance(x, Parameter) and (x.is_floating_point() or takes_integers)
         is_data = is_data and id(x) not in self.constants
@@ -457,13 +457,6 @@ def _times_constant(root: Tensor, weights: Tensor) -> Tensor:
     return root * weights.detach()
 
 
-def _assigned(x: Tensor) -> tuple[bool, Place | None]:
-    """Whether a program has said where the samples are in data (assign_samples), and where."""
-    known = noted(x)
-    is_said = known is not None and known.is_assigned
-    return is_said, known.place(x.shape) if is_said and known is not None else None
-
-
 def _rows_of_samples(seen: Sequence[Seen], samples: int) -> dict[int, Tensor]:
     """Return which rows belong to each sample, ``[N, k]``, for axes of N·k entries.
 
@@ -473,7 +466,7 @@ def _rows_of_samples(seen: Sequence[Seen], samples: int) -> dict[int, Tensor]:
     tables = {samples: torch.arange(samples).unsqueeze(1)}
     is_uneven = False
     for x in (x for one in seen for x in _tensors(one)):
-        _, place = _assigned(x)
+        place = assigned_place(x)
         if place is None or place.samples != samples or x.shape[place.axis] in tables:
             continue
         rows = x.shape[place.axis]

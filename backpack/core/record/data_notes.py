@@ -17,7 +17,7 @@ from weakref import ref
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack.core.record.layout import Layout, unbatched
+from backpack.core.record.layout import Layout, Place, unbatched
 from backpack.core.record.origins import Origin, origin
 
 # Why the samples are not known in memory that no function of torch has filled.
@@ -179,11 +179,10 @@ def assigned() -> list[Layout]:
     return [layout for each in notes for _, layout, _ in [*each.values()] if layout.is_assigned]
 
 
-def assigned_axis(x: Tensor) -> int | None:
-    """Return the axis along which the samples are, if a program has said so and it is one."""
+def assigned_place(x: Tensor) -> Place | None:
+    """Return where the samples are, if a program has said so."""
     known = noted(x)
-    place = known.place(x.shape) if known is not None and known.is_assigned else None
-    return None if place is None or place.is_scattered else place.axis
+    return known.place(x.shape) if known is not None and known.is_assigned else None
 
 
 def moved(x: Tensor, device: Any) -> Tensor:

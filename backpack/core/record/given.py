@@ -19,7 +19,8 @@ from torch.nn import Module
 from backpack.context import STATE
 from backpack.core.record.compiler import in_transform, is_traced
 from backpack.core.record.data_flow import take_mixing
-from backpack.core.record.data_notes import OF_DATA, assigned_axis
+from backpack.core.record.data_notes import OF_DATA, assigned_place
+from backpack.core.record.layout import Place
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import derivatives_of, is_leaf
 from backpack.core.record.tape import GRAD_FN, listen
@@ -31,12 +32,13 @@ MARK = "_backpack_model"
 class Strided:
     """Where the entries of a tensor are, without keeping it."""
 
-    __slots__ = ("axis", "memory", "steps")
+    __slots__ = ("axis", "memory", "samples", "steps")
 
-    def __init__(self, x: Tensor, axis: int | None = None):
-        """Look at a tensor, whose samples a program may have said to be along an axis."""
+    def __init__(self, x: Tensor, place: Place | None = None):
+        """Look at a tensor, of which a program may have said where the samples are."""
         item = x.element_size()
-        self.axis = axis
+        self.axis = None if place is None or place.is_scattered else place.axis
+        self.samples = 0 if place is None else place.samples  # which may have several rows
         self.memory = x.data_ptr() - item * int(x.storage_offset())  # begins there, for all views
         # sizes, and bytes between entries, along each axis
         self.steps = [*zip(x.shape, map(item.__mul__, x.stride()), strict=True)]
@@ -73,7 +75,7 @@ class Given:
 
     def sizes(self, axes: set[int]) -> set[int]:
         """Return how many samples there may be, if they are along one of some axes."""
-        return {size for x in self.tensors for size, _ in x.places(axes)}
+        return {x.samples or size for x in self.tensors for size, _ in x.places(axes)}
 
     def is_moved(self, x: Tensor, axis: int, is_computed: bool) -> bool:
         """Whether memory tells that the samples of a tensor are not where a layer takes them.
@@ -91,7 +93,8 @@ class Given:
                     return False
                 if known.axis in (None, axis) and read.is_block_of(known):  # such as x[:, :k]
                     return False
-        if place[0] < 2 or place[0] not in self.sizes(axes):  # known by that
+        rows = {size for known in self.tensors for size, _ in known.places(axes)}
+        if place[0] < 2 or place[0] not in rows:  # known by that
             return False
         if is_argument or not is_computed or axis or read.has_outer_rows:
             return is_argument
@@ -130,7 +133,7 @@ def note_given(
     for value in (*args, *kwargs.values()):
         for x in value.values() if isinstance(value, Mapping) else (value,):
             if type(x) is Tensor and x.dim() and x.layout is torch.strided and not x.is_nested:
-                tensors.append(Strided(x, assigned_axis(x) if id(x) in OF_DATA else None))
+                tensors.append(Strided(x, assigned_place(x) if id(x) in OF_DATA else None))
     is_one = isinstance(output, Tensor) and output.is_floating_point()
     outputs = list(filter(GRAD_FN, (output,) if is_one else flatten_outputs(output)))
     if tensors and outputs:
