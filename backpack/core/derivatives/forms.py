@@ -168,11 +168,16 @@ def _show_rows(name: str, c: Context, values: dict[str, Any]) -> None:
             "argument 'subsampling', so that it cannot be asked for some samples. Give it one, the "
             "indices of the samples (None for all), or leave out subsampling."
         )
-    tensors = {f"input{i}": x for i, x in enumerate(c.inputs) if isinstance(x, Tensor)}
-    if len(c.outputs) == 1:
-        tensors["output"] = c.output
-    vars(values["module"]).update({key: c.select(x) for key, x in tensors.items()})
-    values["g_out"] = [g if g is None else c.select(g) for g in c.grad_out]
+    rule = c.call.derivatives
+
+    def select(x: Any, axis: int | None) -> Any:  # what is the same for all samples has no axis
+        return c.select(x, axis) if isinstance(x, Tensor) and axis is not None else x
+
+    shown = {f"input{i}": x for i, x in enumerate(map(select, c.inputs, rule.axes_in(c)))}
+    outputs = tuple(map(select, c.outputs, rule.axes_out(c)))
+    shown["output"] = outputs[0] if len(outputs) == 1 else outputs
+    vars(values["module"]).update(shown)
+    values["g_out"] = list(map(select, c.grad_out, rule.axes_out(c)))
 
 
 def _expected(
