@@ -183,6 +183,14 @@ class ConvolutionDerivatives(BaseDerivatives):
         """Sum over the positions."""
         return v.flatten(3).sum(3)
 
+    @fast.body("A bias has fewer entries than what arrives.", "bias_vjp")
+    def reduced(
+        self, c: Context, name: str, v: Any, wanted: Set[str], weights: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        if name == "bias":
+            return reductions.of_products(self.bias_vjp(c, v), wanted, weights)
+        return super().reduced(c, name, v, wanted, weights)
+
     def _by_gram(
         self, c: Context, v: Tensor, wanted: Set[str], pair: Callable[[], tuple[Tensor, Tensor]]
     ) -> dict[str, Tensor]:
