@@ -240,6 +240,12 @@ def many_layers(classes: int) -> nn.Module:
     )
 
 
+def gated_mlp(width: int, classes: int) -> nn.Module:
+    """Gated linear units, and log-probabilities."""
+    layers = [nn.Linear(width, 2 * width), nn.GLU(), nn.Linear(width, 2 * width), nn.GLU()]
+    return nn.Sequential(*layers, nn.Linear(width, classes), nn.LogSoftmax(1))
+
+
 class OwnGate(nn.Module):
     """A layer that users have written, without a rule: a gated residual connection."""
 
@@ -567,6 +573,9 @@ SHORT = _named(
     _transformer("short-transformer", 20, 16, 48, 4, 2, 16),
 )
 
+# what takes less than a second for small curved networks
+QUICK = (*FIRST, "DiagGGNMC", "KFAC", "DiagGGNExact", "KFLR", "GGNMP", "HMP")
+
 # for ``fast_paths`` of rules for other layers
 LAYERS = _named(
     Problem(
@@ -622,12 +631,22 @@ LAYERS = _named(
         quantities=(*FIRST, "DiagGGNMC", "KFAC", "DiagGGNExact", "GGNMP"),
     ),
     Problem(
+        "gated-mlp",
+        "Two gated layers and log-probabilities, width 64, N=128",
+        lambda _: gated_mlp(64, 20),
+        reals(128, 64),
+        20,
+        128,
+        quantities=QUICK,
+    ),
+    Problem(
         "pooling",
         "Two convolutions with maximum pooling, 12×12, N=32",
         lambda _: pooling_cnn(10),
         reals(32, 1, 12, 12),
         10,
         32,
+        quantities=PIECEWISE_LINEAR,
     ),
     Problem(
         "deep-cnn",
@@ -645,6 +664,7 @@ LAYERS = _named(
         reals(32, 3, 16, 16),
         10,
         32,
+        quantities=QUICK,
     ),
     Problem(
         "classifier",
@@ -654,6 +674,7 @@ LAYERS = _named(
         5,
         16,
         converter=True,
+        quantities=QUICK,
     ),
     Problem(
         "tied-transformer",
