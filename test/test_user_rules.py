@@ -24,7 +24,7 @@ from backpack.core.derivatives.basederivatives import (
     BaseParameterDerivatives,
 )
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
-from backpack.core.derivatives.elementwise import SigmoidDerivatives
+from backpack.core.derivatives.elementwise import ElementwiseDerivatives, SigmoidDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.engine.backpropagation import Backpropagation, LossSource
 from backpack.core.engine.propagations import (
@@ -509,6 +509,118 @@ def test_loss_for_the_last_release(rows: list[int] | None) -> None:
     block = p.hmp(units.reshape(6, 2, 3)).reshape(6, 6)
     torch.testing.assert_close(block, hessian, **TOLERANCE)
     torch.testing.assert_close(model[2].bias.kfra[0], second.sum(0).diag(), **TOLERANCE)
+
+
+class Twice(nn.Linear):
+    """A linear layer whose output is doubled."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class TwiceDerivatives(LinearDerivatives):
+    """In the form of 1.7.1, with the products of the base class, which are told no rows."""
+
+    def _jac_t_mat_prod(self, module: Any, g_inp: Any, g_out: Any, mat: Any) -> Any:
+        return 2 * super()._jac_t_mat_prod(module, g_inp, g_out, mat)
+
+    def _weight_jac_t_mat_prod(
+        self, module: Any, g_inp: Any, g_out: Any, mat: Any, sum_batch: bool = True
+    ) -> Any:
+        return 2 * super()._weight_jac_t_mat_prod(module, g_inp, g_out, mat, sum_batch)
+
+    def _bias_jac_t_mat_prod(
+        self, module: Any, g_inp: Any, g_out: Any, mat: Any, sum_batch: bool = True
+    ) -> Any:
+        each = [  # in a loop over the samples it sees
+            super(TwiceDerivatives, self)._bias_jac_t_mat_prod(
+                module, g_inp, g_out, mat[:, n : n + 1], sum_batch=False, subsampling=[n]
+            )
+            for n in range(len(module.input0))
+        ]
+        product = 2 * torch.cat(each, 1)
+        return product.sum(1) if sum_batch else product
+
+
+class Cube(nn.Module):
+    """``y = x³``; a child has the name of what is shown to rules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(x**3)
+
+
+class CubeDerivatives(ElementwiseDerivatives):
+    """Activations had derivatives in this form."""
+
+    def df(self, module: Any, g_inp: Any, g_out: Any, subsampling: Any = None) -> Any:
+        return 3 * subsample(module.input0, subsampling=subsampling) ** 2
+
+    def d2f(self, module: Any, g_inp: Any, g_out: Any) -> Any:
+        return 6 * module.input0
+
+    def hessian_diagonal(self, module: Any, g_inp: Any, g_out: Any) -> Any:
+        return super().hessian_diagonal(module, g_inp, g_out)
+
+
+class Blend(Scale):
+    """``y = weight * x * factors``, which have no samples."""
+
+    def forward(self, x: Tensor, factors: Tensor) -> Tensor:
+        return self.weight * x * factors
+
+
+class BlendDerivatives(BaseParameterDerivatives):
+    """One method is told no rows, the other takes all that it is given."""
+
+    def _jac_t_mat_prod(self, module: Any, g_inp: Any, g_out: Any, mat: Any) -> Any:
+        return mat * module.weight * module.input1, None
+
+    def _weight_jac_t_mat_prod(self, module: Any, *arguments: Any) -> Any:
+        *_, mat, sum_batch, rows = arguments
+        product = mat * subsample(module.input0, subsampling=rows) * module.input1
+        return product.sum(1) if sum_batch else product
+
+
+class Blended(nn.Module):
+    """Reads factors of the shape that is given."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.first, self.blend, self.last = nn.Linear(3, 3), Blend(), nn.Linear(3, 2)
+        self.register_buffer("factors", torch.rand(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blend(self.first(x), self.factors))
+
+
+@pytest.mark.parametrize("rows", [None, [3, 1], [3, 2, 1, 0], [2]], ids=str)
+@pytest.mark.parametrize("kind", ["inherited", "activation", "number", "factors", "one row"])
+def test_methods_that_are_not_told_the_rows(kind: str, rows: list[int] | None) -> None:
+    """What they inherit is about the rows that they see; what has no samples is shown whole."""
+    layers = {"inherited": Twice(3, 3), "activation": Cube()}
+    shapes: dict[str, tuple[int, ...]] = {"number": (), "factors": (3,), "one row": (1, 3)}
+    model: nn.Module = Blended(*shapes[kind]) if kind in shapes else nn.Sequential()
+    if kind in layers:
+        model = nn.Sequential(nn.Linear(3, 3), layers[kind], nn.Sigmoid(), nn.Linear(3, 2))
+    register(Twice)(TwiceDerivatives)
+    register(Cube)(CubeDerivatives)
+    register(Blend)(BlendDerivatives)
+    (X, y), loss = data(), nn.CrossEntropyLoss(reduction="sum")
+    chosen = slice(None) if rows is None else rows
+    batch = X[chosen], y[chosen]
+    ggn = oracle.ggn_diag(copy.deepcopy(model), loss, *batch)
+    hessian = oracle.hessian_diag(copy.deepcopy(model), loss, *batch)
+    exts = [extensions.DiagGGNExact(subsampling=rows), extensions.DiagHessian(subsampling=rows)]
+    for ext, expected in zip(exts, (ggn, hessian), strict=True):
+        with backpack(ext):
+            extend(loss)(extend(model)(X), y).backward()
+        check(oracle.trainable(model), ext.savefield, expected)
+    shown = {"input0", "input1", "output"}
+    assert not any(shown & set(vars(m)) for m in model.modules())
 
 
 def test_second_order_rule_next_to_a_built_in_extension() -> None:

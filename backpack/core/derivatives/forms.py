@@ -7,8 +7,8 @@ are given the context: they show the tensors of the call, and check the shapes o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from inspect import signature
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from inspect import CO_VARARGS, signature, unwrap
 from typing import Any, NamedTuple
 
 from torch import Size, Tensor
@@ -111,6 +111,8 @@ def translations(name: str, function: Any) -> list[tuple[str, Any]]:
         form = _form(found[1] + ("_vjp" if found[2] else "_jvp"), "mat", arguments)
     elif form.method == name and "module" not in arguments_of(function):
         return []
+    elif name in ("df", "d2f") and len([*arguments_of(function)]) > 3:  # as in 1.7.1
+        form = _form(name, "", _ROWS)
     elif "g_out" in arguments_of(function):  # those of losses in 1.7.1, as the public ones
         form = FORMS.get(name.removeprefix("_"), form)
     if "sum_batch" not in form.arguments:
@@ -129,23 +131,32 @@ def arguments_of(function: Any) -> Iterable[str]:
     return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
+def _is_told_rows(function: Any, form: Form) -> bool:
+    """Whether a method takes the rows at hand. Most methods in 1.7.1 did not: they saw all rows."""
+    names, code = [*arguments_of(function)][1:], getattr(unwrap(function), "__code__", None)
+    takes_any = code is not None and code.co_flags & CO_VARARGS
+    return bool(takes_any) or "subsampling" in names or len(names) != len(form.arguments) - 1
+
+
 def _translated(name: str, function: Callable[..., Any], form: Form, **options: Any) -> Any:
     """Return our method that calls that of a user's rule."""
     is_checked = form.method.endswith(("vjp", "jvp", "hvp", "hessian_diag"))
-    taken: Sequence[str] = form.arguments
-    names = [*arguments_of(function)][1:]
-    takes_rows = "subsampling" in names or len(names) != len(taken) - 1
-    if not takes_rows:  # as most methods in 1.7.1, which were given all rows
-        taken = [key for key in taken if key != "subsampling"]
+    is_told = _is_told_rows(function, form)
+    taken = [key for key in form.arguments if is_told or key != "subsampling"]
 
     def method(self: Any, c: Context, *arguments: Any) -> Any:
         values: dict[str, Any] = dict.fromkeys(form.own_arguments)  # optional ones are None
         values |= dict(zip(form.own_arguments, arguments, strict=False))
         values |= {"g_inp": None, "g_out": c.grad_out, "subsampling": c.rows, **options}
-        with c.shown() as module:
+        seen = c
+        if not (is_told or c.rows is None):
+            if c.call.is_loss:
+                _refuse_rows(name, c)
+            seen = c.restricted(self.axes_in(c), self.axes_out(c))
+        if seen.restriction is not None:
+            values["g_out"] = seen.restriction.grads
+        with seen.shown() as module:
             values["module"] = module
-            if c.rows is not None and not takes_rows:
-                _show_rows(name, c, values)
             result = function(self, *[values[key] for key in taken])
             if name.endswith(PRODUCT_OF):
                 result = result(values["mat"])
@@ -160,24 +171,13 @@ def _translated(name: str, function: Callable[..., Any], form: Form, **options: 
     return method
 
 
-def _show_rows(name: str, c: Context, values: dict[str, Any]) -> None:
-    """Restrict what a call has stored, which is shown at its module, to the rows at hand."""
-    if c.call.is_loss:  # its mean is that of all rows
-        raise NotImplementedError(
-            f"{name} of {type(c.call.derivatives).__name__} at {describe(c.module)} has no "
-            "argument 'subsampling', so that it cannot be asked for some samples. Give it one, the "
-            "indices of the samples (None for all), or leave out subsampling."
-        )
-    rule = c.call.derivatives
-
-    def select(x: Any, axis: int | None) -> Any:  # what is the same for all samples has no axis
-        return c.select(x, axis) if isinstance(x, Tensor) and axis is not None else x
-
-    shown = {f"input{i}": x for i, x in enumerate(map(select, c.inputs, rule.axes_in(c)))}
-    outputs = tuple(map(select, c.outputs, rule.axes_out(c)))
-    shown["output"] = outputs[0] if len(outputs) == 1 else outputs
-    vars(values["module"]).update(shown)
-    values["g_out"] = list(map(select, c.grad_out, rule.axes_out(c)))
+def _refuse_rows(name: str, c: Context) -> None:
+    """Refuse to ask a loss for some samples that is not told which: its mean is that of all."""
+    raise NotImplementedError(
+        f"{name} of {type(c.call.derivatives).__name__} at {describe(c.module)} has no argument "
+        "'subsampling', so that it cannot be asked for some samples. Give it one, the indices of "
+        "the samples (None for all), or leave out subsampling."
+    )
 
 
 def _expected(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,32 @@ SHOWN = "_backpack_context"
 COPIED = ("module", "counts_chosen_rows", "reads_entries", "params", "grad_out")
 
 
+class Restriction(NamedTuple):
+    """Tensors of a call at the rows of a context, for methods of users that are not told these."""
+
+    numbers: Sequence[int]  # of the rows
+    size: int  # how many rows the whole batch has
+    inputs: Sequence[Any]
+    outputs: Sequence[Tensor]
+    grads: Sequence[Tensor | None]  # of the outputs
+    axes: Sequence[int]  # of the rows in these gradients
+
+    def rows_of(self, rows: Rows) -> Rows:
+        """Return the numbers of rows that such a method asks for: it counts those it sees."""
+        return [self.numbers[n] for n in row_numbers(len(self.numbers), rows)]
+
+    def whole(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return gradients at the rows as those of the whole batch, zero elsewhere."""
+        found: list[Tensor | None] = []
+        for g, axis in zip(grads, self.axes, strict=False):
+            if g is not None and g.dim() > axis:
+                shape = [*g.shape[:axis], self.size, *g.shape[axis + 1 :]]
+                index = torch.tensor(self.numbers, device=g.device)
+                g = g.new_zeros(shape).index_copy(axis, index, g)
+            found.append(g)
+        return found
+
+
 class Context:
     """One call as its rule sees it: samples where the rule expects them, in one precision.
 
@@ -44,7 +70,10 @@ class Context:
             them; see :mod:`backpack.core.derivatives.loss_hessian`.
         memo: What parameters share of the cotangents at hand; None for nothing.
         reads_entries: Whether entries of parameters are read, and not their shapes alone.
+        restriction: What code of users is shown instead of all rows; None for all.
     """
+
+    restriction: Restriction | None = None
 
     def __init__(
         self,
@@ -87,6 +116,33 @@ class Context:
         for name in COPIED:
             if name in known:
                 own[name] = known[name]
+        return other
+
+    def restricted(self, axes_in: Sequence[int | None], axes_out: Sequence[int | None]) -> Context:
+        """Return a context that shows tensors at the rows at hand, which are along these axes."""
+        count = len(self.outputs)
+        tensors = [*self.outputs, *self.inputs]
+        axes = [*axes_out, *axes_in]
+        pairs = zip(tensors, axes, strict=True)
+        size = next((x.shape[a] for x, a in pairs if a is not None and x.dim() > a), 0)
+
+        def select(x: Any, axis: int | None) -> Any:  # what has no samples may have other sizes
+            has_rows = axis is not None and x is not None and x.shape[axis : axis + 1] == (size,)
+            return self.select(x, axis or 0) if has_rows else x
+
+        selected = list(map(select, tensors, axes))
+        grads = zip(self.grad_out, self.outputs, axes_out, strict=False)
+        # of samples, at a tensor without them, these come first
+        axes_of_grads = [0 if g is None or g.dim() > y.dim() else a or 0 for g, y, a in grads]
+        other = self._copy(self.inputs, self.rows)
+        other.restriction = Restriction(
+            self.numbers(size),
+            size,
+            selected[count:],
+            tuple(selected[:count]),
+            list(map(select, self.grad_out, axes_of_grads)),
+            axes_of_grads,
+        )
         return other
 
     def inside(self, module: Module, prefix: str, inputs: Sequence[Any]) -> Context:
@@ -166,7 +222,9 @@ class Context:
         """
         call, thread, is_own = self.call, get_ident(), self.module is self.call.module
         module = call.called if is_own else self.module
-        own, outputs, inputs = vars(module), self.outputs, self.inputs
+        own, of_rows = vars(module), self.restriction
+        outputs = self.outputs if of_rows is None else of_rows.outputs
+        inputs = self.inputs if of_rows is None else of_rows.inputs
         # who shows a call is noted where it is shown: at the module, in one step for all threads
         is_first = "_backpack_thread" not in own
         if own.setdefault("_backpack_thread", thread) != thread:
@@ -273,6 +331,9 @@ def at_hand(module: Module, grads: Sequence[Tensor | None] | None, rows: Rows) -
     """
     shown = vars(module).get(SHOWN)
     if shown is not None:
+        of_rows = shown.restriction
+        if of_rows is not None:
+            rows, grads = of_rows.rows_of(rows), grads and of_rows.whole(grads)
         found = shown._copy(shown.inputs, rows)
     else:
         calls = live_calls(module)
