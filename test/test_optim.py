@@ -1490,6 +1490,18 @@ def test_forgotten_clear_is_told_once(name: str, set_to_none: bool) -> None:
     assert told.filename == __file__
 
 
+def test_a_step_without_a_backward_pass_is_refused_alone() -> None:
+    """It was told of curvature that was added to that of the step before: nothing was."""
+    model = network()
+    optimiser = KFAC(model.parameters(), lr=0.01)
+    micro_batches(model, optimiser, True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimiser.step()
+        with pytest.raises(RuntimeError, match="used by the step before"):
+            optimiser.step()
+
+
 def test_curvature_that_begins_anew_is_not_told() -> None:
     """A pass that does not accumulate ends what was added up."""
     model = network()

@@ -149,7 +149,6 @@ class PreconditionedOptimizer(ExtensionOptimizer):
         slope, square = 0.0, 0.0
         trained: list[Trained] = []
         used = dict(self._used)
-        self._tell_if_added()
         try:
             for group, p, grad in self._trained():
                 state = dict(self.state.get(p, {}))  # becomes that of the optimiser in the end
@@ -157,6 +156,7 @@ class PreconditionedOptimizer(ExtensionOptimizer):
                 trained.append(Trained(group, p, state, grad))
             if not trained:
                 self._refuse_without_gradients()
+            self._tell_if_added()  # of new curvature: what was used before is refused
             with without_autocast():
                 directions = self._directions(trained)
             if interval is not None or self.kl_clip is not None:
