@@ -210,6 +210,8 @@ class NLLLossDerivatives(CrossEntropyLossDerivatives):
     Scores that are no log-probabilities have no such distribution: their GGN is an error.
     """
 
+    hessian_sum = CrossEntropyLossDerivatives.hessian_sum  # a factor has N C² entries
+
     def log_p(self, c: Context) -> Tensor:
         """Return the prediction: it is a logarithm of probabilities."""
         return c.x
