@@ -42,7 +42,7 @@ class Library:
         self.reference = problem.make(device=device)
         self.model = problem.make(self.layers, device)
         self.X, self.y = problem.data(device)
-        self.lossfunc = nn.CrossEntropyLoss()
+        self.lossfunc = problem.loss()
         self.names = [name for name, _ in self.reference.named_parameters()]
         # what a step leaves behind: attributes of these parameters
         self.touched = [*self.reference.parameters()]
@@ -111,7 +111,7 @@ class Backpack(Library):
         self.extended_parameters = self.parameters(self.model)
         self.touched += self.extended_parameters
         self.extended: nn.Module | None = None
-        self.extended_loss = backpack.extend(nn.CrossEntropyLoss())
+        self.extended_loss = backpack.extend(problem.loss())
 
     def between_steps(self) -> None:
         """Reset the gradients. The next step overwrites everything else."""

@@ -392,6 +392,7 @@ class Problem:
         positions: Axes of the targets beyond the first, such as time.
         converter: The forward pass contains functions that are no modules.
         quantities: Names of the quantities that are measured.
+        loss: Makes the loss.
     """
 
     name: str
@@ -403,6 +404,7 @@ class Problem:
     positions: tuple[int, ...] = ()
     converter: bool = False
     quantities: tuple[str, ...] = EVERY
+    loss: Callable[[], nn.Module] = nn.CrossEntropyLoss
 
     def make(self, layers: Layers | None = None, device: str = "cpu") -> nn.Module:
         """Build the model, with the same parameters whatever the layers are."""
@@ -638,6 +640,16 @@ LAYERS = _named(
         20,
         128,
         quantities=QUICK,
+    ),
+    Problem(
+        "log-classes",
+        "Log-probabilities of 500 classes, width 64, N=64",
+        lambda _: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 500), nn.LogSoftmax(1)),
+        reals(64, 64),
+        500,
+        64,
+        quantities=("KFRA",),
+        loss=nn.NLLLoss,
     ),
     Problem(
         "pooling",
