@@ -177,6 +177,7 @@ class Call(PlacedCall):
         leaves, call.structure = tree_flatten((args, keywords))
         call.index, call.is_transparent = -1, False
         call.derivatives = derivatives_of_call(module, tuple(y for y in outputs if y.dim()))
+        call.is_loss = call.derivatives is not None and call.derivatives.is_loss
         call.inputs, call.outputs = tuple(leaves), outputs
         call.saved = {"needed": []}
         call.shape_in = tuple(x.shape if isinstance(x, Tensor) else None for x in leaves)
