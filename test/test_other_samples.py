@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -243,6 +243,33 @@ def test_a_forward_pass_outside_of_the_context_and_a_loss_inside() -> None:
         z = output(X)
         with pytest.warns(UserWarning, match="forward pass has run outside of the context"):
             step(model, lambda loss=loss, z=z: loss(z, LABELS))  # type: ignore[misc]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_several_contexts_of_one_pass(is_nested: bool) -> None:
+    """The forward pass is seen in another context of the same extensions, unless it is outside."""
+    model, X = extend(nn.Linear(5, 3)), torch.randn(N, 5)
+    for is_outside in (False, True):
+        optimiser = DPSGD(model.parameters(), **options())
+        with ExitStack() as contexts, backpack(*optimiser.extensions):
+            if is_nested:
+                contexts.enter_context(backpack(*optimiser.extensions))
+            z = model(X)
+        z = model(X) if is_outside else z
+        with backpack(*optimiser.extensions):
+            losses(z, LABELS).mean().backward()
+        told = "forward pass has run outside of the context"
+        with pytest.warns(UserWarning, match=told) if is_outside else nullcontext():
+            optimiser.step()
+
+
+@pytest.mark.filterwarnings("error")
+def test_data_that_another_model_has_computed_outside_of_the_context() -> None:
+    """What is detached inside is data, as what is detached outside."""
+    model, teacher, X = extend(nn.Linear(5, 3)), extend(nn.Linear(5, 3)), torch.randn(N, 5)
+    targets = teacher(X)
+    step(model, lambda: (model(X) - targets.detach()).square().sum(1).mean())
 
 
 OF_TWO: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {

@@ -101,16 +101,28 @@ class Program:
         self.cleared: list[tuple[str, list[torch.Size]]] = []
         # what the latest pass that was looked at has computed of samples: others may not need it
         self.earlier: list[ref[Tensor]] = []
-        self.entered = 0  # autograd's number of the next node when the context was entered
+        # autograd's number of the next node when the context was entered, and left
+        self.entered = 0
+        self.left: int | None = -1  # None inside
         self.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out references to tensors of a pass, which a copy does not have."""
-        return {**vars(self), "earlier": []}
+        return {**vars(self), "earlier": [], "left": -1}
 
     def enter(self) -> None:
-        """Note that what runs from now on runs inside of the context."""
-        self.entered = torch.autograd._get_sequence_nr()
+        """Note that what runs from now on runs inside of the context: of one that goes on, or new.
+
+        A pass may have several, one inside of another, or next to each other.
+        """
+        number = torch.autograd._get_sequence_nr()
+        if self.left is not None and self.left != number:
+            self.entered = number
+        self.left = None
+
+    def leave(self) -> None:
+        """Note that the context is left."""
+        self.left = torch.autograd._get_sequence_nr()
 
     def clear(self) -> None:
         """Forget what has run."""
@@ -118,6 +130,8 @@ class Program:
         # what backward() was called on, and with which gradients: of some, or all, there is none
         self.roots: tuple[Any, ...] = ()
         self.weights: tuple[Tensor | None, ...] = ()
+        if self.left is not None:
+            self.left = -1  # the next context is one of another pass
 
     @property
     def _is_due(self) -> bool:
@@ -184,7 +198,7 @@ class Program:
         seen = [one for one in seen[: last + 1] if _has_values(one)]
         weighed = [_weighed(seen, *pair) for pair in roots]
         with torch._C.DisableTorchFunction():
-            if any(_is_output_before(x, self.entered) for one in seen for x in _tensors(one)):
+            if any(_reads_output_before(one, self.entered) for one in seen):
                 warn(NOT_LOOKED_AT)
             shapes = [(repr(one.function), [x.shape for x in _tensors(one)]) for one in seen]
             tables = _rows_of_samples(seen, samples)
@@ -529,6 +543,12 @@ def _is_unseen(x: Tensor) -> bool:
     """Whether a function has made a tensor that is none of a module that recorded what it does."""
     mark = origin(x)
     return mark is not None and not (mark.is_output or is_foreign_function(x.grad_fn))
+
+
+def _reads_output_before(seen: Seen, entered: int) -> bool:
+    """Whether gradients pass through a function to a module that ran outside of the context."""
+    passes = seen.has_gradients and seen.function is not Tensor.detach  # else it is data
+    return passes and any(_is_output_before(x, entered) for x in _tensors(seen))
 
 
 def _is_output_before(x: Tensor, entered: int) -> bool:

@@ -80,8 +80,10 @@ class InterceptBackward(overrides.TorchFunctionMode):
         If it is in use, or another thread has put it on, it does nothing until the next one goes.
         """
         self.was_left = True
-        if self.program is not None and any(exception) and not self.program.roots:
-            self.program.clear()  # what has run keeps its results, and no backward pass follows
+        if self.program is not None:
+            self.program.leave()
+            if any(exception) and not self.program.roots:
+                self.program.clear()  # what has run keeps its results, and no backward pass follows
         stack = overrides._get_current_function_mode_stack()
         for _ in stack:
             overrides._pop_mode()
