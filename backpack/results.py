@@ -335,4 +335,4 @@ def clear(model: Module) -> None:
     for p in model.parameters():
         own = vars(p)
         if isinstance(own, Attributes):
-            p.__dict__ = own.others()
+            p.__dict__ = own.cleared()

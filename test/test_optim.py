@@ -1430,14 +1430,19 @@ CLEARED: dict[str, Callable[[nn.Module, Any], Any]] = {
 WITH_CURVATURE = {name: OPTIMISERS[name] for name in ("DiagGGN, sampled", "KFAC", "KFLR", "EKFAC")}
 
 
+@pytest.mark.parametrize("accumulate", [None, False, True], ids=["", "clear", "accumulate"])
 @pytest.mark.parametrize("name", WITH_CURVATURE)
-def test_forgotten_zero_grad_is_told_once(name: str) -> None:
+def test_forgotten_zero_grad_is_told_once(name: str, accumulate: bool | None) -> None:
+    """Also where ``backpack.clear(model)`` was called, which forgot that gradients were used."""
     model = network()
     optimiser = WITH_CURVATURE[name](model.parameters(), lr=0.01)
+    accumulate_too = bool(accumulate) and name != "EKFAC"  # its eigenvalues do not add up
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(4):
-            micro_batches(model, optimiser, False, count=1)
+            if accumulate is not None:
+                backpack_clear(model)
+            micro_batches(model, optimiser, accumulate_too, count=1 + accumulate_too)
             optimiser.step()
     (told,) = caught
     assert re.search(r"parameter 0 .*zero_grad\(\) was not called", str(told.message))

@@ -85,6 +85,14 @@ class Attributes(dict[str, Any]):
         """Return the attributes that are no results."""
         return {name: value for name, value in self.items() if name not in self.results}
 
+    def cleared(self) -> dict[str, Any]:
+        """Return those with what is noted of the gradient, which stays."""
+        if self.used is None:
+            return self.others()
+        left = Attributes(self.others())
+        left.used = self.used
+        return left
+
     def __reduce__(self) -> Any:
         """Pickle the attributes without results, as if there were none."""
         return OrderedDict, (self.others(),)
