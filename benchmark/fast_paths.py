@@ -45,6 +45,8 @@ LONG = frozenset({"HMP"})
 # many bytes, whenever it is measured, so many times.
 TIME = 1.05
 MEMORY, BYTES, MEMORY_ROUNDS = 1.2, 2**20, 3
+# Whether a path is worth it: if one figure says so, if one may, if none does.
+VERDICTS = {"yes": True, "?": None, "no": False}
 # What takes over the work of a path in a loop of steps, and is switched off to see what it earns.
 TAKEN_OVER = {
     "huge pages": "reused memory",
@@ -91,12 +93,15 @@ class Figure:
         return bool(self.reason) or (bool(ratios) and ratios[len(ratios) // 4] >= TIME)
 
     @property
-    def saves_memory(self) -> bool:
-        """Whether the most that is taken with it is clearly less than the least without it."""
-        if len(self.bytes) < MEMORY_ROUNDS or len(self.bytes_without) < MEMORY_ROUNDS:
+    def saves_memory(self) -> bool | None:
+        """Whether the most that is taken with it is clearly less than the least without it.
+
+        None if it looks so, but was not measured often enough to tell.
+        """
+        most, least = max(self.bytes, default=0), min(self.bytes_without, default=0)
+        if least < MEMORY * most or least < most + BYTES:
             return False
-        most, least = max(self.bytes), min(self.bytes_without)
-        return least >= MEMORY * most and least >= most + BYTES
+        return True if min(len(self.bytes), len(self.bytes_without)) >= MEMORY_ROUNDS else None
 
     @property
     def _ratios(self) -> list[float]:
@@ -274,8 +279,9 @@ def rows(
         own = [one for one in figures if one.path == path]
         cells = [best([one for one in own if one.problem == name], kind) for name in problems]
         values = [text(c, None if c is None else getattr(c, kind)) for c in cells]
-        saves = any(getattr(one, f"saves_{kind}") for one in own)
-        lines.append([path, *values, "yes" if saves else "no" if own else ""])
+        saves = {getattr(one, f"saves_{kind}") for one in own}
+        verdict = next((word for word, each in VERDICTS.items() if each in saves), "")
+        lines.append([path, *values, verdict])
     return ["path", *problems, "worth it"], lines
 
 
@@ -291,8 +297,8 @@ this is most; a reason stands where a step without the path is not possible, not
 quantity takes the path, or where it was not measured. A path is worth it for the sake of time if
 some step takes {time:.0%} more of it without the path, in three of four rounds; for the sake of
 memory if some step takes {memory:.0%} and 1 MiB more of it without the path, whenever it is
-measured, three times with it and three without. A figure alone, which is a median, may be more by
-chance.
+measured, three times with it and three without. If it was measured only once and seems to be, there
+is a "?". A figure alone, which is a median, may be more by chance.
 """
 
 

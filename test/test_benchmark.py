@@ -314,11 +314,15 @@ def test_fast_paths_that_are_needed() -> None:
     assert slow.saves_time and fast.saves_time and not same.saves_time
     assert fast_paths.best([fast, slow], "time") is slow and fast.time == 1.2
     assert fast_paths.best([], "time") is None
-    for least, once, saves in ((30, 90, True), (30, 11, False), (11, 99, False), (30, 0, False)):
+    for least, once, saves in ((30, 90, True), (30, 11, False), (11, 99, False), (30, 0, None)):
         size, most = 2**20, [10 * 2**20] * 3
         others = [least * size, least * size, *([once * size] if once else [])]
         one = fast_paths.Figure("path", "mlp", "KFAC", bytes=most, bytes_without=others)
         assert one.saves_memory is saves and one.memory == least / 10 and not one.saves_time
+        verdict = {True: "yes", None: "?", False: "no"}[saves]
+        assert fast_paths.rows([one], "memory", ["path"])[1][0][-1] == verdict
+    one.bytes_without = [11 * size]  # once is enough to see that it does not
+    assert one.saves_memory is False
     with pytest.raises(TimeoutError), fast_paths.limit(0.01):
         while True:
             pass
