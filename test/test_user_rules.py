@@ -623,6 +623,28 @@ def test_methods_that_are_not_told_the_rows(kind: str, rows: list[int] | None) -
     assert not any(shown & set(vars(m)) for m in model.modules())
 
 
+class DoubledLoss(nn.CrossEntropyLoss):
+    pass
+
+
+class DoubledDerivatives(CrossEntropyLossDerivatives):
+    def make_hessian_mat_prod(self, module: Any, g_inp: Any, g_out: Any) -> Any:
+        product = super().make_hessian_mat_prod(module, g_inp, g_out)
+        return lambda mat: 2 * product(mat)
+
+
+def test_product_of_a_loss_that_calls_the_one_of_its_base_class() -> None:
+    """The one of the base class does not come back to it."""
+    register(DoubledLoss)(DoubledDerivatives)
+    model, (X, y), products = nn.Linear(3, 3), data(), []
+    for lossfunc in (DoubledLoss(), nn.CrossEntropyLoss()):
+        loss = extend(lossfunc)(extend(model)(X), y)
+        with backpack(extensions.GGNMP()):
+            loss.backward()
+        products.append(model.weight.ggnmp(model.weight.detach()))
+    torch.testing.assert_close(products[0], 2 * products[1], **TOLERANCE)
+
+
 def test_second_order_rule_next_to_a_built_in_extension() -> None:
     """Both extensions propagate the same; one of them alone has the rule."""
     model, batch = scaled_model(), data()

@@ -359,7 +359,7 @@ class LossInterface(Interface):
         return partial(self._product, module, True)
 
     def _product(self, module: Module, of_ggn: bool, mat: Mats, subsampling: Rows = None) -> Any:
-        hessian = _LossAtHand(self, module, subsampling)
+        hessian = _LossAtHand(self, module, subsampling, "make_hessian_mat_prod")
         if not hessian.is_of_one_prediction:
             return hessian.product(listed(mat), of_ggn)
         one: Any = mat if isinstance(mat, Tensor) else mat[0]
