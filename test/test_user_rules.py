@@ -645,6 +645,34 @@ def test_product_of_a_loss_that_calls_the_one_of_its_base_class() -> None:
     torch.testing.assert_close(products[0], 2 * products[1], **TOLERANCE)
 
 
+class DoubledRoots(CrossEntropyLossDerivatives):
+    """Calls those of its base class as in release 1.7.1."""
+
+    def _sqrt_hessian(self, module: Any, g_inp: Any, g_out: Any, subsampling: Any = None) -> Any:
+        return 2 * super()._sqrt_hessian(module, g_inp, g_out, subsampling)
+
+    def _sqrt_hessian_sampled(
+        self, module: Any, g_inp: Any, g_out: Any, mc_samples: int = 1, subsampling: Any = None
+    ) -> Any:
+        return 2 * super()._sqrt_hessian_sampled(module, g_inp, g_out, mc_samples, subsampling)
+
+
+@pytest.mark.parametrize("rows", [None, [3, 1], [3, 1, 0, 2]])
+def test_roots_of_a_loss_that_call_those_of_its_base_class(rows: list[int] | None) -> None:
+    """They are given the gradients, and the rows behind them."""
+    register(DoubledLoss)(DoubledRoots)
+    model, (X, y), results = nn.Linear(3, 3), data(), []
+    for lossfunc in (DoubledLoss(), nn.CrossEntropyLoss()):
+        loss = extend(lossfunc)(extend(model)(X), y)
+        torch.manual_seed(0)
+        exts = extensions.SqrtGGNExact(subsampling=rows), extensions.SqrtGGNMC(2, subsampling=rows)
+        with backpack(*exts):
+            loss.backward()
+        results.append((model.weight.sqrt_ggn_exact.clone(), model.weight.sqrt_ggn_mc.clone()))
+    for doubled, usual in zip(*results, strict=True):
+        torch.testing.assert_close(doubled, 2 * usual, **TOLERANCE)
+
+
 def test_second_order_rule_next_to_a_built_in_extension() -> None:
     """Both extensions propagate the same; one of them alone has the rule."""
     model, batch = scaled_model(), data()

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch import Size, Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.forms import INHERITED, Form, translations
+from backpack.core.derivatives.forms import FORMS, INHERITED, Form, translations
 from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.derivatives.vectors import listed
 from backpack.core.record.context import Context, at_hand
@@ -400,13 +400,14 @@ def _inherited(name: str, form: Form) -> Any:
     """Return the method that a user's rule finds in its base class: it calls ours."""
 
     def method(self: Interface, *arguments: Any, **named: Any) -> Any:
-        values = dict(zip(form.arguments, arguments, strict=False)) | named
+        known, public = form, name.removeprefix("_")
+        if len(arguments) > len(form.arguments) or "g_out" in named:  # losses in 1.7.1
+            known = FORMS.get(public, form)
+        values = dict(zip(known.arguments, arguments, strict=False)) | named
         c = at_hand(values["module"], values.get("g_out"), values.get("subsampling"))
-        sums = "sum_batch" in form.arguments and values.get("sum_batch", True)
-        own = form.method + ("_sum" if sums else "")
-        return self._ours(own, name, name.removeprefix("_"))(
-            c, *[values.get(k) for k in form.own_arguments]
-        )
+        sums = "sum_batch" in known.arguments and values.get("sum_batch", True)
+        own = known.method + ("_sum" if sums else "")
+        return self._ours(own, name, public)(c, *[values.get(k) for k in known.own_arguments])
 
     method.__name__ = name
     return method
