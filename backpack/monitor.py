@@ -464,13 +464,11 @@ def _explain(lack: str, attribute: str) -> str:
 
     savers = [type(ext).__name__ for ext in all_extensions() if ext.savefield == attribute]
     remedy = f"inside `with backpack({savers[0]}())` " if savers else ""
-    spelling = (
-        ""
-        if savers or attribute == "grad"
-        else (
+    spelling = ""
+    if not savers and attribute != "grad":
+        spelling = (
             " No extension of backpack.extensions saves it: metrics are written as 'variance.mean'."
         )
-    )
     return (
         f"{lack} the attribute {attribute}. Call backward() {remedy}first, or give only that part "
         f"of the model that has it.{spelling}"

@@ -240,10 +240,8 @@ class SampleAxes(Interface):
 
     def _check_fixed(self, call: Call, i: int, layout: Layout, shape: Size) -> None:
         """Correct or confirm an assumption about an input; refuse samples along another axis."""
-        place, axis = (
-            layout.place(shape),
-            from_first(self.batch_axis_in(call.module, i), len(shape)),
-        )
+        place = layout.place(shape)
+        axis = from_first(self.batch_axis_in(call.module, i), len(shape))
         if place is not None and place.axis == axis and place.is_split:
             raise ValueError(
                 f"{call!r} needs the samples of the batch alone along axis {axis} of input "

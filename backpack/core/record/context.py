@@ -188,14 +188,14 @@ class Context:
 
     @lazy
     def x(self) -> Any:
-        """The first input, of the selected rows, which are where the rule expects them."""
+        """The first input, of the selected rows: ``[N, *in]``, or N where the rule expects it."""
         rule = self.call.derivatives
         axis = 0 if rule is None or rule.has_samples_first else rule.axis_in(self, 0)
         return self.select(self.inputs[0], axis)
 
     @lazy
     def y(self) -> Tensor:
-        """The first output, of the selected rows, which are where the rule expects them."""
+        """The first output, of the selected rows: ``[N, *out]``, or N where the rule expects it."""
         rule = self.call.derivatives
         axis = 0 if rule is None or rule.has_samples_first else rule.axis_out(self, 0)
         return self.select(self.outputs[0], axis)
