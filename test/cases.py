@@ -35,12 +35,13 @@ import copy
 import math
 import random
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from oracle import twin
+from oracle import as_twin
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -93,29 +94,45 @@ class Case:
         device = torch.get_default_device() if device is None else device
 
         def cast(t: Tensor) -> Tensor:
-            moved = t.detach().to(device, dtype if t.is_floating_point() else None)
+            moved = t.detach().clone().to(device, dtype if t.is_floating_point() else None)
             return moved.requires_grad_(t.requires_grad)
 
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        X, y = _data(self, seed, torch.get_default_dtype(), torch.get_default_device())
+        with _own_random_state():
             torch.manual_seed(seed)
-            model = self.model().train(self.train)
-            _randomise_normalisation(model)
-            X = self.input()
-            with torch.no_grad():
-                y = self.target(copy.deepcopy(model)(X))
-            loss = self.loss()
+            model, loss = self.fresh_model(), self.loss()
         return Problem(model.to(device, dtype), loss.to(device, dtype), cast(X), cast(y))
+
+    def fresh_model(self) -> nn.Module:
+        """Return the model, drawn from the global random state."""
+        model = self.model().train(self.train)
+        _randomise_normalisation(model)
+        return model
 
     def reference(self) -> Problem:
         """Build a problem of the same value, with the samples first in the model's output."""
         model, loss, X, y = self.build()
-        model = twin(model)
+        model = as_twin(model)
         if "time_first" in self.tags:
             model, loss = BatchFirst(model), TimeFirst(loss)
         return Problem(model, loss, X, y)
 
     def __str__(self) -> str:
         return self.name
+
+
+def _own_random_state() -> AbstractContextManager[None]:
+    return torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+
+
+@cache
+def _data(case: Case, seed: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return input and target of what is made by default in ``dtype`` and on ``device``."""
+    with _own_random_state(), torch.no_grad():
+        torch.manual_seed(seed)
+        model = case.fresh_model()
+        X = case.input()
+        return X, case.target(model(X))
 
 
 class BatchFirst(nn.Module):
@@ -233,11 +250,6 @@ def _mix(shape: Shape, channels: int | None = None) -> nn.Module:
     return kinds[len(shape) - 1](shape[0], channels or shape[0], *kernel)
 
 
-def _output_shape(model: nn.Module, shape: Shape) -> Shape:
-    with torch.no_grad():
-        return tuple(copy.deepcopy(model).eval()(torch.zeros(N, *shape)).shape[1:])
-
-
 def _call_name(cls: type, args: Sequence[object], kwargs: dict[str, Any]) -> str:
     def plain(value: object) -> str:
         return "tensor" if isinstance(value, Tensor) else repr(value)
@@ -261,10 +273,17 @@ def module_case(
     ``first``), the module under test, Flatten, Tanh and Linear; the loss is cross entropy.
     """
 
-    def model() -> nn.Module:
+    def body() -> nn.Sequential:
         layers = nn.Sequential() if first else nn.Sequential(_mix(shape))
-        layers.append(cls(*args, **kwargs))
-        out = _output_shape(layers, shape)
+        return layers.append(cls(*args, **kwargs))
+
+    @cache
+    def output_shape() -> Shape:
+        with _own_random_state(), torch.no_grad():
+            return tuple(body().eval()(torch.zeros(N, *shape)).shape[1:])
+
+    def model() -> nn.Module:
+        layers, out = body(), output_shape()
         if len(out) > 1:
             layers.append(nn.Flatten())
         return layers.append(nn.Tanh()).append(nn.Linear(math.prod(out), 3))

@@ -765,6 +765,12 @@ class Clamp(nn.Module):
 
 def twin(model: nn.Module) -> nn.Module:
     """Return a model with the same parameters (and values) that all functions here work with."""
+    memo: Any = {id(p): p for p in model.parameters()}  # shared
+    return as_twin(copy.deepcopy(model, memo))
+
+
+def as_twin(model: nn.Module) -> nn.Module:
+    """Return the same as :func:`twin` of a model that nothing else uses."""
     done: dict[nn.Module, nn.Module] = {}
 
     def replaced(module: Any) -> nn.Module:
@@ -775,8 +781,7 @@ def twin(model: nn.Module) -> nn.Module:
                     module._modules[name] = replaced(child)
         return done[module]
 
-    memo: Any = {id(p): p for p in model.parameters()}  # shared
-    return replaced(copy.deepcopy(model, memo))
+    return replaced(model)
 
 
 def _replaced(module: Any) -> nn.Module:
