@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection, wait
 import pytest
 
 Job = Callable[[], None]
+# How long processes may take to import what a program needs, in seconds: the machine may be busy.
+START = 240
 
 
 class _Rank:
@@ -49,6 +51,8 @@ def _serve(pipe: Connection) -> None:
             job: Job = pipe.recv()
         except EOFError:
             return
+        pipe.send(None)  # it has imported what the program needs
+        pipe.recv()  # so have the others
         wrong = None
         try:
             job()
@@ -71,16 +75,27 @@ def run_on_ranks(jobs: Sequence[Job], within: float) -> None:
 
     Args:
         jobs: The program of each process.
-        within: How long they may take, in seconds.
+        within: How long they may take once all have imported what it needs, in seconds.
 
     Raises:
         pytest.fail.Exception: With the traceback of the first program that fails, or if the time is
             over.
     """
     _ranks.update({number: _Rank() for number in range(len(jobs)) if number not in _ranks})
-    waiting = {_ranks[number].pipe: number for number in range(len(jobs))}
     for number, job in enumerate(jobs):
         _ranks[number].pipe.send(job)
+    _await(len(jobs), START)
+    for number in range(len(jobs)):
+        _ranks[number].pipe.send("all are here")
+    _await(len(jobs), within)
+    for number in range(len(jobs)):
+        if not _ranks[number].process.is_alive():
+            del _ranks[number]
+
+
+def _await(count: int, within: float) -> None:
+    """Wait for what each process says, first that it is ready, then how its program has ended."""
+    waiting = {_ranks[number].pipe: number for number in range(count)}
     deadline = time.monotonic() + within
     while waiting:
         ready = wait(list(waiting), max(0, deadline - time.monotonic()))
@@ -92,5 +107,3 @@ def run_on_ranks(jobs: Sequence[Job], within: float) -> None:
             if wrong := _ranks[number].answer():
                 _end_all()
                 pytest.fail(f"process {number}: {wrong}")
-            if not _ranks[number].process.is_alive():
-                del _ranks[number]

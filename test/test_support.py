@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,7 @@ def test_command_for_what_makes_no_model(
     assert f"{problem} Give module:factory, an importable module and a function in it" in told
 
 
+@cache
 def command(*options: str, module: str = "backpack.support") -> str:
     """Run in a process of its own: tests register modules too."""
     return run(sys.executable, "-m", module, *options, cwd=ROOT)
