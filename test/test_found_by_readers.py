@@ -21,7 +21,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, einsum, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.testing import assert_close
@@ -2227,6 +2227,72 @@ def test_kfra_of_weights_whose_uses_have_no_factors_in_common(model: Any, X: Ten
     output = extend(model, use_converter=True)(X)
     with backpack(extensions.KFRA()), pytest.raises(ValueError, match=r"order, or .* have none"):
         extend(nn.CrossEntropyLoss())(output, torch.tensor([0, 1])).backward()
+
+
+class TwoGroupings(nn.Module):
+    """A weight that two convolutions of other groups share."""
+
+    def __init__(self, first: nn.Module, second: nn.Module, size: int):
+        super().__init__()
+        self.first, self.second = first, second
+        second.weight = first.weight
+        self.head = nn.Linear(size, 3)
+
+    def both(self, x: Tensor) -> list[Tensor]:
+        """Return what the two make of their channels."""
+        parts = x.split([self.first.in_channels, self.second.in_channels], 1)
+        return [self.first(parts[0]), self.second(parts[1])]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, *] -> [N, 3]."""
+        first, second = self.both(x)
+        return self.head(torch.cat([first.flatten(1), second.flatten(1)], 1).tanh())
+
+
+@pytest.mark.parametrize("groups", [(1, 2), (2, 1), (2, 4), (2, 3)])
+def test_a_weight_of_transposed_convolutions_of_other_groups(groups: tuple[int, int]) -> None:
+    """It was an error of torch. Each input channel has what arrives at its group, in both."""
+    channels = 6 if 3 in groups else 4
+    layers = [nn.ConvTranspose1d(channels, 2 * g, 2, groups=g, bias=False) for g in groups]
+    model = TwoGroupings(*layers, 8 * sum(groups))
+    X, y, loss = torch.rand(N, 2 * channels, 3), torch.rand(N, 3), nn.MSELoss(reduction="sum")
+    with backpack(extensions.KFLR(), extensions.KFRA()):
+        tied = extend(copy.deepcopy(model), use_converter=True)
+        extend(loss)(tied(X), y).backward()
+
+    def arrived(cotangents: Tensor) -> Tensor:
+        """Sum over positions, and over both: ``[V, N, D] -> [V, N, I, O]``."""
+        rows = 0
+        sizes = [8 * g for g in groups]
+        for g, part in zip(groups, cotangents.split(sizes, 2), strict=True):
+            of_group = part.reshape(*part.shape[:2], g, 2, 4).sum(4)
+            rows = rows + of_group[:, :, [i * g // channels for i in range(channels)]]
+        return rows
+
+    parts = torch.cat([part.flatten(1) for part in model.both(X)], 1).detach()
+    slope, head = 1 - parts.tanh() ** 2, model.head.weight.detach()
+    rows = arrived(2**0.5 * head.unsqueeze(1) * slope)
+    expected = einsum("vnio,vnip->op", rows, rows) / channels
+    assert_close(tied.first.weight.kflr[0], expected)
+    M = 2 * N * head.T @ head * (slope.T @ slope) / N
+    rows = arrived(torch.eye(len(M)).unsqueeze(1))[:, 0]
+    assert_close(tied.first.weight.kfra[0], einsum("aio,ab,bip->op", rows, M, rows) / channels)
+
+
+def test_reduced_factors_of_convolutions_of_other_groups() -> None:
+    """It was an error of torch. Each output channel has the mean of what both read for it."""
+    layers = [nn.Conv1d(2 * g, 4, 2, groups=g, bias=False) for g in (2, 4)]
+    model, X = TwoGroupings(*layers, 16), torch.rand(N, 12, 3)
+    patches = [
+        F.unfold(x.unsqueeze(3), (2, 1)).unflatten(1, (g, 4))
+        for g, x in ((2, X[:, :4]), (4, X[:, 4:]))
+    ]
+    means = sum(x.mean(3)[:, [o * x.shape[1] // 4 for o in range(4)]] for x in patches) / 2
+    with backpack(extensions.KFLR(approximation="reduce")):
+        output = extend(model, use_converter=True)(X)
+        extend(nn.MSELoss())(output, torch.zeros(N, 3)).backward()
+    expected = einsum("noi,noj->ij", means, means) / (4 * N)
+    assert_close(model.first.weight.kflr[1], expected)
 
 
 class FramesFirst(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import prod
+from math import lcm, prod
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from backpack.core.engine import call_products
 from backpack.core.engine.modified_losses import loss_scale
 from backpack.core.engine.plan import Plan
 from backpack.core.engine.sources import cat
-from backpack.core.engine.uses import uses_without_columns
+from backpack.core.engine.uses import num_groups, split_groups, uses_without_columns
 from backpack.core.record.context import SHARED, Context, context_of
 from backpack.core.record.origins import Origin
 from backpack.core.record.visits import Visit
@@ -63,6 +63,7 @@ class BatchAveragedBackpropagation:
                     f"order, or some of which have none ({', '.join(repr(u.call) for u in uses)}): "
                     "KFRA has no factors for it. Use KFAC or KFLR instead."
                 )
+            self.groups[p] = lcm(*map(num_groups, uses))
 
     def run(self) -> list[Parameter]:
         """Carry the matrix through all modules; return the parameters that it has reached."""
@@ -206,8 +207,10 @@ class BatchAveragedBackpropagation:
     def _to_param(self, c: Context, slots: list[int], name: str, mat: Tensor, rows: Rows) -> Tensor:
         columns = self._columns(c.call, slots, mat, rows)
         kronecker = call_products.param(c.at(rows), "kron_rows", name, columns)
-        self.groups[c.call.trained[name]] = kronecker.shape[2]
-        return _over_rows(kronecker)
+        p = c.call.trained[name]
+        if len(self.plan.uses[p]) == 1:
+            self.groups[p] = kronecker.shape[2]
+        return _over_rows(split_groups(kronecker, self.groups[p]))
 
 
 def _chooses(call: Visit) -> bool:

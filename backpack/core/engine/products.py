@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from math import inf, prod
+from math import inf, lcm, prod
 from operator import add
 from typing import Any
 
@@ -21,7 +21,14 @@ from backpack.core.engine import call_products, extracted, sources
 from backpack.core.engine.blocks import WHOLE_BLOCK_ENTRIES, axis_factors, block, marginals
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.factors import merge_groups
-from backpack.core.engine.uses import Use, arrived, factor_of_means, num_positions, rows_that_count
+from backpack.core.engine.uses import (
+    Use,
+    arrived,
+    factor_of_means,
+    num_positions,
+    rows_that_count,
+    split_groups,
+)
 from backpack.core.lazy import lazy
 from backpack.core.record.layout import Owners
 from backpack.core.record.module_state import describe
@@ -227,6 +234,9 @@ class Products:
                 else:
                     value = merge_groups(value, fewest, use.factor.merged)
             values.append(value)
+        if is_several and method == "kron_rows":  # [V, N, G, O]
+            num_groups = lcm(*[value.shape[2] for value in values])
+            values = [split_groups(value, num_groups) for value in values]
         return reduce(add, values)
 
     def _individual(self) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from math import gcd
+from math import gcd, lcm
 
 import torch
 from torch import Tensor
@@ -126,16 +126,36 @@ def aligned(plan: Plan, uses: list[Use]) -> list[Use]:
 
 def num_positions(use: Use) -> int:
     """Return at how many positions of all samples a parameter is used."""
-    call, num_rows = use.call, use.factor.mat.shape[1]
+    num_rows = use.factor.mat.shape[1]
     num_rows = num_rows if use.there is None else int(use.there.sum())
     if not use.has_kronecker_factors:
         return num_rows
     inputs = use.call.derivatives.affine_inputs(use.of_rows_there, use.name)
     if inputs:  # of one part, since there are Kronecker factors
         return num_rows if inputs[0] is None else inputs[0].shape[:-1].numel()
+    return _kron_rows_of_zero(use, num_rows, "expand").shape[1]
+
+
+def _kron_rows_of_zero(use: Use, num_rows: int, approximation: str | None) -> Tensor:
+    """Return what Kronecker rows of a zero column look like."""
+    call = use.call
     shapes = [call_products.shape_out(call, i, num_rows) for i in range(len(call.outputs))]
     zeros = [use.factor.mat.new_zeros(()).expand(1, *shape) for shape in shapes]
-    return call_products.param(use.c, "kron_rows", use.name, zeros, "expand").shape[1]
+    return call_products.param(use.c, "kron_rows", use.name, zeros, approximation)
+
+
+def num_groups(use: Use) -> int:
+    """Return how many groups share the Kronecker factor of a parameter."""
+    return _kron_rows_of_zero(use, use.factor.mat.shape[1], None).shape[2]
+
+
+def split_groups(x: Tensor, count: int) -> Tensor:
+    """Repeat what groups have, ``[*, G, I]``, for their parts, of which there are ``count``.
+
+    The groups of a convolution are next to each other, and equally large.
+    """
+    groups = x.shape[-2]
+    return x if groups == count else x.repeat_interleave(count // groups, -2)
 
 
 def factor_of_means(uses: Sequence[Use], num_n: int, joint: bool, max_size: float) -> list[Tensor]:
@@ -144,6 +164,8 @@ def factor_of_means(uses: Sequence[Use], num_n: int, joint: bool, max_size: floa
     known = [of_use for of_use in found if of_use is not None]
     if not known:
         return []
+    groups = lcm(*[sums.shape[1] for sums, _ in known])
+    known = [(split_groups(sums, groups), numbers) for sums, numbers in known]
     sums, numbers = (reduce(add, parts) for parts in zip(*known, strict=True))
     return [input_factor((sums / numbers.clamp(min=1)).flatten(0, 1), None, max_size)]
 
