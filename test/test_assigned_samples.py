@@ -198,6 +198,12 @@ def test_edges_between_graphs_are_refused() -> None:
         loss.backward()
 
 
+PRIVATE: Any = {
+    **{"lr": 1.0, "max_grad_norm": 0.1, "noise_multiplier": 0.0},
+    "expected_batch_size": 3,
+}
+
+
 def test_private_steps() -> None:
     """Gradients of graphs are clipped."""
     plain, batch = Network(), graphs([3, 2, 4])
@@ -218,6 +224,89 @@ def test_private_steps() -> None:
     for p, i in zip(used, trained(plain), strict=True):
         step = torch.einsum("n,n...->...", factors, 3 * each[i]) / 3
         torch.testing.assert_close(p, before[i] - step, **TOLERANCE)
+
+
+class TwoKinds(nn.Module):
+    """Samples with rows of two kinds, which are in other orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(3, 4), nn.Linear(2, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, z: Tensor, of_x: Tensor, of_z: Tensor) -> Tensor:
+        zeros = self.last.weight.new_zeros(3, 4)
+        a = zeros.index_add(0, of_x, self.first(x).tanh())
+        return self.last(a * zeros.index_add(0, of_z, self.second(z).tanh()))
+
+
+class Centred(TwoKinds):
+    """One kind is centred, by all samples."""
+
+    def forward(self, x: Tensor, z: Tensor, of_x: Tensor, of_z: Tensor) -> Tensor:
+        with torch.no_grad():
+            z = z - z.mean(0)
+        return super().forward(x, z, of_x, of_z)
+
+
+class Weighed(TwoKinds):
+    """One kind has a weight for each row, which nobody has said the samples of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.rand(6, 1).double()
+
+    def forward(self, x: Tensor, z: Tensor, of_x: Tensor, of_z: Tensor) -> Tensor:
+        return super().forward(x * self.weights, z, of_x, of_z)
+
+
+@pytest.mark.parametrize("of_x", [[0, 0, 1, 1, 2, 2], [1, 0, 2], [0, 1, 2]])
+@pytest.mark.parametrize("of_z", [[0, 1, 2, 0, 1, 2], [2, 1, 0, 1, 0, 2], [2, 0, 1]])
+def test_private_steps_with_rows_in_two_orders(of_x: list[int], of_z: list[int]) -> None:
+    """Inputs of as many rows were taken to have the same order, and the step was refused."""
+    plain, y = TwoKinds().double(), torch.tensor([0, 2, 1])
+    x, z = torch.rand(len(of_x), 3).double(), torch.rand(len(of_z), 2).double()
+    numbers = torch.tensor(of_x), torch.tensor(of_z)
+    model = extend(copy.deepcopy(plain), use_converter="record")
+    optimizer = DPSGD(model.parameters(), **PRIVATE)
+    assign_samples(x, numbers[0]), assign_samples(z, numbers[1])
+    if 3 in (len(of_x), len(of_z)):  # as many as there are samples
+        assign_samples(y, torch.arange(3))
+        for index in numbers:
+            assign_samples(index, None)
+    with backpack(*optimizer.extensions):
+        extend(nn.CrossEntropyLoss())(model(x, z, *numbers), y).backward()
+    optimizer.step()
+    total = [torch.zeros_like(p) for p in plain.parameters()]
+    for n in range(3):
+        kept = [index == n for index in numbers]
+        rows = x[kept[0]], z[kept[1]], *[torch.full([int(k.sum())], n) for k in kept]
+        loss = nn.functional.cross_entropy(plain(*rows)[n], y[n])
+        grads = torch.autograd.grad(loss, [*plain.parameters()])
+        factor = min(1.0, 0.1 / torch.cat([g.flatten() for g in grads]).norm().item())
+        total = [t + factor * g for t, g in zip(total, grads, strict=True)]
+    for p, before, t in zip(model.parameters(), plain.parameters(), total, strict=True):
+        torch.testing.assert_close(p, before - t / 3, **TOLERANCE)
+
+
+def test_private_steps_that_mix_rows_in_two_orders() -> None:
+    """They are refused; so are rows of which nobody has said whose they are."""
+    of_x, of_z = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([2, 1, 0, 1, 0, 2])
+    x, z = torch.rand(6, 3).double(), torch.rand(6, 2).double()
+    assign_samples(x, of_x), assign_samples(z, of_z)
+
+    def step(model: nn.Module) -> None:
+        optimizer = DPSGD(extend(model, use_converter="record").parameters(), **PRIVATE)
+        with backpack(*optimizer.extensions):
+            extend(nn.CrossEntropyLoss())(model(x, z, of_x, of_z), torch.arange(3)).backward()
+        optimizer.step()
+
+    with pytest.raises(ValueError, match="would not be private"):
+        step(Centred().double())
+    weighed = Weighed().double()
+    with pytest.raises(ValueError, match="in several orders"):
+        step(weighed)
+    assign_samples(weighed.weights, of_x)
+    step(weighed)
 
 
 @pytest.mark.parametrize(

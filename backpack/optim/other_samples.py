@@ -64,8 +64,14 @@ OF_TWO = (
 )
 
 
-class _UnseenError(Exception):
-    """A function was not seen that has computed something."""
+UNKNOWN_ORDER = (
+    "a tensor of shape {}: data with as many rows belong to samples in several orders, and whose "
+    "its rows are is not known (say so with assign_samples, None for those of no sample)"
+)
+
+
+class _UnknownError(Exception):
+    """What a function reads is of unknown samples, whatever is taken for their axis."""
 
 
 # Methods that name a precision, and what they are here: rounding must not hide what is small.
@@ -201,10 +207,10 @@ class Program:
             if any(_reads_output_before(one, self.entered) for one in seen):
                 warn(NOT_LOOKED_AT)
             shapes = [(repr(one.function), [x.shape for x in _tensors(one)]) for one in seen]
-            tables = _rows_of_samples(seen, samples)
+            owners = _Owners(seen, samples)
         constants = self._constants(seen, shapes) if samples == 2 else set()
         earlier = {id(known()) for known in self.earlier}
-        why, depends = _dependence(seen, weighed, params, finite, constants, earlier, tables)
+        why, depends = _dependence(seen, weighed, params, finite, constants, earlier, owners)
         results = [x for one in seen for x in _results(one)]
         self.earlier = [ref(x) for x in results if id(x) in depends]
         if why is None and samples > 2:
@@ -237,7 +243,7 @@ def _dependence(
     finite: Tensor,
     constants: set[int] | None,
     earlier: set[int],
-    tables: dict[int, Tensor],
+    owners: _Owners,
 ) -> tuple[str | None, set[int]]:
     """Say what depends on other samples in functions, and list the results that depend on any."""
     why, is_known = None, False
@@ -245,15 +251,15 @@ def _dependence(
     with torch._C.DisableTorchFunction(), disable(), alone():
         for place, takes_integers in CHOICES:
             choice = (place, takes_integers)
-            batch = _Batch(seen, roots, params, finite, choice, constants, earlier, tables)
+            batch = _Batch(seen, roots, params, finite, choice, constants, earlier, owners)
             try:
                 why = batch.dependence()
                 depends = batch.depends | {*batch.stale}
                 if why is None or place or not batch.is_ambiguous:
                     break
                 is_known = True
-            except _UnseenError:
-                return OUTSIDE, depends
+            except _UnknownError as error:
+                return str(error), depends
             except Exception as error:
                 if is_known:
                     break
@@ -273,9 +279,9 @@ class _Batch:
         choice: tuple[int, bool],
         constants: set[int] | None,
         earlier: set[int],
-        tables: dict[int, Tensor],
+        owners: _Owners,
     ):
-        self.earlier, self.tables = earlier, tables
+        self.earlier, self.owners = earlier, owners
         self.stale: dict[int, list[int]] = {}  # what follows from a tensor of that shape of these
         self.seen, self.roots, self.params = seen, roots, params
         self.samples, self.choice, self.is_ambiguous = len(finite), choice, False
@@ -355,7 +361,7 @@ class _Batch:
             return
         new = [x for x in tensors if id(x) not in self.values and not self._is_passed_on(x)]
         if any(map(_is_unseen, new)):
-            raise _UnseenError
+            raise _UnknownError(OUTSIDE)
         if len(new) == len(tensors) and self._is_choice_of_rows(seen):
             return  # what was chosen is data of the samples, whatever the sizes of the others
         unknown = [x for x in new if not self._has_samples(x)]
@@ -434,7 +440,7 @@ class _Batch:
         known, said = noted(x), assigned_place(x)
         each = [] if known is not None and known.is_assigned else range(x.dim())
         each = each if said is None else [said.axis]
-        axes = [i for i in each if x.shape[i] in self.tables]
+        axes = [i for i in each if self.owners.are_known(x, i)]
         is_data = not isinstance(x, Parameter) and (x.is_floating_point() or takes_integers)
         is_data = is_data and id(x) not in self.constants
         if not axes or not is_data:
@@ -444,10 +450,9 @@ class _Batch:
             if place and len(x) == 1:
                 return False
         axis = axes[min(place, len(axes) - 1)]
-        table = self.tables[x.shape[axis]]
-        may_number = table.shape[1] > 1 and x.dim() == 1 and not x.is_floating_point()
-        if may_number and bool((x.cpu()[table] == torch.arange(len(table)).unsqueeze(1)).all()):
-            return False  # says which sample each row belongs to
+        if self.owners.are_told_by(x):
+            return False
+        table = self.owners.rows(x, axis)
         order = torch.empty(table.numel(), dtype=torch.long)
         order[table.flatten()] = table[self.order].flatten()
         with torch.enable_grad():
@@ -471,31 +476,63 @@ def _times_constant(root: Tensor, weights: Tensor) -> Tensor:
     return root * weights.detach()
 
 
-def _rows_of_samples(seen: Sequence[Seen], samples: int) -> dict[int, Tensor]:
-    """Return which rows belong to each sample, ``[N, k]``, for axes of N·k entries.
+class _Owners:
+    """Which sample each row of data belongs to: its own, unless a program has said so.
 
-    Several for each where a program has said so. Samples with different numbers of rows cannot have
-    the data of each other, which is told.
+    Samples with different numbers of rows cannot have the data of each other, which is told.
     """
-    tables = {samples: torch.arange(samples).unsqueeze(1)}
-    is_uneven = False
-    for x in (x for one in seen for x in _tensors(one)):
-        place = assigned_place(x)
-        if place is None or place.samples != samples or x.shape[place.axis] in tables:
-            continue
-        rows = x.shape[place.axis]
-        if place.owners is not None:
-            numbers = torch.tensor(place.owners.numbers)
-        else:
-            numbers = torch.arange(samples).repeat_interleave(rows // samples // place.outer)
-            numbers = numbers.repeat(place.outer)
-        if len({*numbers.bincount(minlength=samples).tolist()}) > 1:
-            is_uneven = True
-        else:
-            tables[rows] = numbers.argsort(stable=True).reshape(samples, -1)
-    if is_uneven:
-        warn(UNEVEN)
-    return tables
+
+    def __init__(self, seen: Sequence[Seen], samples: int):
+        self.samples = samples
+        self.told: dict[int, Tensor] = {}  # numbers of samples, [R], by the id of data
+        self.orders: dict[int, list[Tensor]] = {}  # those that differ, by R
+        for x in (x for one in seen for x in _tensors(one)):
+            place = assigned_place(x)
+            if place is None or place.samples != samples or id(x) in self.told:
+                continue
+            rows = x.shape[place.axis]
+            if place.owners is not None:
+                numbers = torch.tensor(place.owners.numbers)
+            else:
+                numbers = torch.arange(samples).repeat_interleave(rows // samples // place.outer)
+                numbers = numbers.repeat(place.outer)
+            self.told[id(x)] = numbers
+            orders = self.orders.setdefault(rows, [])
+            if not any(numbers.equal(known) for known in orders):
+                orders.append(numbers)
+        if not all(map(self._is_even, self.told.values())):
+            warn(UNEVEN)
+
+    def _is_even(self, numbers: Tensor) -> bool:
+        return len({*numbers.bincount(minlength=self.samples).tolist()}) == 1
+
+    def _those_of_others(self, rows: int) -> list[Tensor]:
+        """Return the orders in which data of so many rows may be that nothing was said of."""
+        orders = [numbers for numbers in self.orders.get(rows, []) if self._is_even(numbers)]
+        return [torch.arange(rows)] if rows == self.samples and len(orders) != 1 else orders
+
+    def are_known(self, x: Tensor, axis: int) -> bool:
+        """Whether data may have the samples of others along an axis."""
+        numbers = self.told.get(id(x))
+        if numbers is not None:
+            return self._is_even(numbers)
+        return bool(self._those_of_others(x.shape[axis]))
+
+    def are_told_by(self, x: Tensor) -> bool:
+        """Whether the entries are the numbers of samples that have several rows."""
+        if x.dim() != 1 or x.is_floating_point() or len(x) == self.samples:
+            return False
+        there = x.cpu()
+        return any(bool((there == numbers).all()) for numbers in self.orders.get(len(x), []))
+
+    def rows(self, x: Tensor, axis: int) -> Tensor:
+        """Return which rows belong to each sample: ``[N, k]`` of N·k."""
+        numbers = self.told.get(id(x))
+        if numbers is None:
+            numbers, *others = self._those_of_others(x.shape[axis])
+            if others:
+                raise _UnknownError(UNKNOWN_ORDER.format([*x.shape]))
+        return numbers.argsort(stable=True).reshape(self.samples, -1)
 
 
 def _copy(x: Tensor) -> Tensor:
