@@ -1210,19 +1210,33 @@ def test_views_of_data_before_a_layer_with_the_sequence_first(layer: Any, functi
     )
 
 
-@pytest.mark.parametrize("view", [False, True])
-def test_as_many_samples_as_steps_are_chosen(view: bool, length: int = 2) -> None:
-    """``x[:, :2]`` leaves the samples where they are; a view of such a shape does not."""
+@pytest.mark.parametrize(
+    ("choose", "is_moved"),
+    [
+        (lambda x: x[:, :2], False),
+        (lambda x: x[:, ::2], False),
+        (lambda x: x[:, 1::2, ::2], False),
+        (lambda x: x[:, 2:], False),
+        (lambda x: x.view(N, 2, 6), True),
+        (lambda x: x.flatten(0, 1)[1:7].view(3, 2, 6), True),
+        (lambda x: x.flatten(0, 1)[2:6].view(2, 2, 6), True),
+    ],
+)
+def test_as_many_samples_as_steps_are_chosen(
+    choose: Callable[[Tensor], Tensor], is_moved: bool
+) -> None:
+    """``x[:, ::2]`` leaves the samples where they are; a view of such a shape does not."""
 
     class Model(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            return self[0](x.view(N, length, 3) if view else x[:, :length])[0]
+            return self[0](choose(x))[0]
 
-    model = extend(Model(nn.LSTM(3, 4)))
+    X = torch.rand(2, N, 6)
+    model = extend(Model(nn.LSTM(choose(X).shape[2], 4)))
     with warnings.catch_warnings(record=True) as caught, backpack(extensions.BatchGrad()):
         warnings.simplefilter("always")
-        model(torch.rand(length, N, 3)).sum().backward()
-    assert any("functions of the data before" in str(w.message) for w in caught) == view
+        model(X).sum().backward()
+    assert any("functions of the data before" in str(w.message) for w in caught) == is_moved
 
 
 def along_the_second_axis(length: int) -> Tensor:

@@ -32,14 +32,15 @@ MARK = "_backpack_model"
 class Strided:
     """Where the entries of a tensor are, without keeping it."""
 
-    __slots__ = ("axis", "memory", "samples", "steps")
+    __slots__ = ("axis", "memory", "samples", "start", "steps")
 
     def __init__(self, x: Tensor, place: Place | None = None):
         """Look at a tensor, of which a program may have said where the samples are."""
         item = x.element_size()
         self.axis = None if place is None or place.is_scattered else place.axis
         self.samples = 0 if place is None else place.samples  # which may have several rows
-        self.memory = x.data_ptr() - item * int(x.storage_offset())  # begins there, for all views
+        self.start = x.data_ptr()
+        self.memory = self.start - item * int(x.storage_offset())  # begins there, for all views
         # sizes, and bytes between entries, along each axis
         self.steps = [*zip(x.shape, map(item.__mul__, x.stride()), strict=True)]
 
@@ -48,11 +49,16 @@ class Strided:
         axes = axes if self.axis is None else (self.axis,)
         return [self.steps[i] for i in axes if i < len(self.steps)]
 
-    def is_block_of(self, whole: Strided) -> bool:
-        """Whether these are entries that follow each other along each axis of another tensor."""
-        same_dim = len(self.steps) == len(whole.steps)
-        pairs = zip(self.steps, whole.steps, strict=False)
-        return same_dim and all(n <= m and step == other for (n, step), (m, other) in pairs)
+    def is_slice_of(self, whole: Strided) -> bool:
+        """Whether each axis has entries of that axis of another tensor, such as ``x[:, ::2]``."""
+        rest = self.start - whole.start
+        pairs = [*zip(self.steps, whole.steps, strict=False)]
+        for (n, step), (m, other) in sorted(pairs, key=lambda pair: -pair[1][1]):
+            first, rest = divmod(rest, other) if m > 1 and other else (0, rest)
+            each, between = divmod(step, other) if other else (0, step)
+            if first + (n - 1) * each >= m or (n > 1 and between) or n > m:
+                return False
+        return rest == 0 and len(self.steps) == len(whole.steps)
 
     @property
     def has_outer_rows(self) -> bool:
@@ -91,7 +97,7 @@ class Given:
                 is_argument = True
                 if place in known.places(axes):
                     return False
-                if known.axis in (None, axis) and read.is_block_of(known):  # such as x[:, :k]
+                if known.axis in (None, axis) and read.is_slice_of(known):
                     return False
         rows = {size for known in self.tensors for size, _ in known.places(axes)}
         if place[0] < 2 or place[0] not in rows:  # known by that
