@@ -2359,3 +2359,66 @@ def test_rows_of_a_single_sample(name: str, samples: int) -> None:
     for p, grads, diagonal in zip(model.parameters(), each, diagonals, strict=True):
         assert_close(p.grad_batch, grads)
         assert_close(p.diag_ggn_exact, diagonal)
+
+
+class ChoosesOfTable(nn.Module):
+    """Each sample takes those rows of a table that its own data choose."""
+
+    def __init__(self, is_parameter: bool, form: str) -> None:
+        super().__init__()
+        self.form, table = form, nn.Parameter(torch.rand(6, 3), requires_grad=is_parameter)
+        self.first, self.each, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+        if is_parameter:
+            self.table = table
+        else:
+            self.register_buffer("table", table.data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3] -> [N, 2]."""
+        mask = (x.detach()[:, :1] * torch.arange(6)).sin() > 0.2 if self.form != "none" else x > 9
+        table = self.table[: mask.shape[1]].expand(*mask.shape, 3)
+        numbers = torch.arange(len(x)).unsqueeze(1).expand_as(mask)[mask]
+        if self.form == "other order":
+            rows = table.transpose(0, 1)[mask.T]
+        else:
+            rows = table[mask, :] if self.form == "slice" else table[mask]
+        h = self.first(x).tanh()
+        return self.last(h.index_add(0, numbers, self.each(rows).tanh()))
+
+
+@pytest.mark.parametrize("converter", ["record", True])
+@pytest.mark.parametrize("is_parameter", [False, True])
+@pytest.mark.parametrize("form", ["mask", "slice", "none"])
+def test_rows_of_a_table_that_masks_of_samples_choose(
+    form: str, is_parameter: bool, converter: Any
+) -> None:
+    """They were taken for rows that mix samples; if there was none, it was an error of torch."""
+    plain, X, y = (
+        ChoosesOfTable(is_parameter, form),
+        3 * torch.rand(N, 3),
+        torch.tensor([0, 1, 1, 0]),
+    )
+    model, loss = extend(copy.deepcopy(plain), use_converter=converter), nn.CrossEntropyLoss()
+    optimiser = DPSGD(
+        model.parameters(),
+        **{"lr": 1.0, "max_grad_norm": 0.1, "noise_multiplier": 0.0, "expected_batch_size": N},
+    )
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact(), *optimiser.extensions):
+        extend(loss)(model(X), y).backward()
+    each = oracle.batch_grad(plain, loss, X, y)
+    diagonals = oracle.ggn_diag(plain, loss, X, y)
+    for p, grads, diagonal in zip(model.parameters(), each, diagonals, strict=True):
+        assert_close(p.grad_batch, grads)
+        assert_close(p.diag_ggn_exact, diagonal)
+    optimiser.step()
+    norms = sum(g.flatten(1).square().sum(1) for g in each).sqrt() * N
+    for p, before, grads in zip(model.parameters(), plain.parameters(), each, strict=True):
+        clipped = torch.einsum("n...,n->...", grads, (0.1 / norms).clamp(max=1))
+        assert_close(p, before - clipped)
+
+
+def test_rows_of_a_table_in_another_order_than_their_samples() -> None:
+    model = extend(ChoosesOfTable(True, "other order"), use_converter=True)
+    loss = extend(nn.CrossEntropyLoss())(model(3 * torch.rand(N, 3)), torch.tensor([0, 1, 1, 0]))
+    with backpack(extensions.BatchGrad()), pytest.raises(ValueError, match="different samples"):
+        loss.backward()

@@ -285,8 +285,8 @@ def _moved_products(
     for m, axis, y, other in zip(mats, evaluation.axes_out, moved, doubled, strict=True):
         if m is not None and axis is not None:
             places = torch.where(other == 2 * y, y, 0).long()  # others are constants
-            places = places.movedim(axis, 0)[list(numbers)].reshape(len(numbers), -1)
-            vectors = m.movedim(axis + 1, 1).reshape(len(m), len(numbers), -1)
+            places = places.movedim(axis, 0)[list(numbers)].unsqueeze(-1).flatten(1)
+            vectors = m.movedim(axis + 1, 1).unsqueeze(-1).flatten(2)  # perhaps of no sample
             result.scatter_add_(2, places.expand(len(vectors), -1, -1), vectors)
     parts = result[..., 1:].split([values[i].numel() for i in keys], -1)
     return {

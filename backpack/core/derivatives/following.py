@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import torch
@@ -304,7 +305,29 @@ class Following:
             return None
         # samples may say which entries of what has none are chosen
         by_others = not values.issuperset(self.batched)
-        return None if by_others and _contain(moved, NONE) else moved
+        return self._chosen(moved) if by_others and _contain(moved, NONE) else moved
+
+    def _chosen(self, moved: Sequence[Tensor]) -> list[Tensor] | None:
+        """Let what a mask has chosen of no sample belong to that of the mask: ``x[mask]``.
+
+        None if something else has chosen it.
+        """
+        module, layout = self.call.module, self.batched.get(1)
+        if not isinstance(module, FunctionModule) or module.function is not getitem:
+            return None
+        if layout is None or len(self.call.inputs) > 2:
+            return None
+        (x, mask), index = self.call.inputs, module.args[1]
+        first = index[0] if isinstance(index, tuple) else index
+        if first != Slot(1) or mask.dtype != torch.bool:
+            return None
+        own = layout.numbers(mask.shape)
+        if own is None:
+            return None
+        of_mask = own.expand(mask.shape).reshape(*mask.shape, *(1,) * (x.dim() - mask.dim()))
+        by_mask = torch.empty_like(x, dtype=torch.float32).copy_(of_mask)
+        (chosen,) = self.evaluate([by_mask, mask])
+        return [torch.where(one == NONE, chosen.long().cpu(), one) for one in moved]
 
     def _in_memory(self) -> list[Tensor] | None:
         """Number what is read of the memory of the first input; what is beyond that is unknown."""
