@@ -15,6 +15,7 @@ from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from backpack.custom_module.function_module import Slot, map_leaves
 from backpack.custom_module.parameter_module import ParameterModule
 from backpack.custom_module.rnn_layers import RNNLayers
+from backpack.utils.hooks import is_of_library
 from backpack.utils.warning import warn
 
 # What every module has: parameters, buffers, children, hooks.
@@ -252,11 +253,6 @@ def _hooks(module: Module) -> list[int]:
     """Number the hooks that are not ours."""
     hooks: Any = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
     return [key for key, hook in hooks if not is_of_library(hook)]
-
-
-def is_of_library(hook: Any) -> bool:
-    """Whether a hook is one of ours: those that are written in C may know no module."""
-    return (getattr(hook, "__module__", None) or "").startswith("backpack.")
 
 
 def _empty() -> ConvertedModule:

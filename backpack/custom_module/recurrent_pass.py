@@ -10,8 +10,8 @@ from torch.fx import Graph
 from torch.fx.node import Node, map_arg
 from torch.nn import LSTM, Module
 
-from backpack.custom_module.converted_module import is_of_library
 from backpack.custom_module.rnn_layers import LAYERS, RNNLayers
+from backpack.utils.hooks import is_of_library
 
 
 def split_recurrent_layers(graph: Graph, root: Module) -> None:

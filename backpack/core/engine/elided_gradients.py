@@ -32,8 +32,8 @@ from backpack.core.record.calls import Call
 from backpack.core.record.kernels import KernelOverride
 from backpack.core.record.origins import RESHAPES, Origin, is_foreign_function, is_output
 from backpack.core.record.visits import Visit, dtypes_of
-from backpack.custom_module.converted_module import is_of_library
 from backpack.hessianfree.graph import nodes_above
+from backpack.utils.hooks import is_of_library
 
 ELIDED = fast.path(
     "gradients not computed twice", "The gradient is the sum of individual gradients, if asked for."
