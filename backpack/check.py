@@ -62,8 +62,8 @@ def check_extension(
             known. Results that are functions, or other objects, have none: compare what they
             return.
         networks: What to try it on, one or several. Default: fully connected layers, with positions
-            and with a layer that is used twice, a convolution, and a network of which a part is
-            frozen.
+            and with a layer that is used twice, a convolution, convolutions with a loss of every
+            position, and a network of which a part is frozen.
 
     Raises:
         AssertionError: If something differs: names the extension, the network, the parameter, the
@@ -111,6 +111,9 @@ def _networks() -> Iterator[Network]:
     yield Network("a layer that is used twice", reuse, CE, x, y)
     images = nn.Sequential(nn.Conv2d(2, 3, 2), nn.ReLU(), flatten, nn.Linear(12, 2))
     yield Network("a convolution", images, MSE, torch.randn(N, 2, 3, 3), torch.randn(N, 2))
+    series = nn.Sequential(nn.Conv1d(2, 4, 2), tanh, nn.Conv1d(4, 3, 1))
+    classes = torch.randint(3, (N, 2))  # of a loss that divides by the number of positions
+    yield Network("a loss of every position", series, CE, torch.randn(N, 2, 3), classes)
     frozen = deepcopy(plain)
     frozen[0].weight.requires_grad_(False)
     yield Network("a network with a frozen weight", frozen, CE, x, y)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import oracle
@@ -14,7 +16,10 @@ from torch import Tensor, nn
 
 from backpack import CTX, extensions
 from backpack.check import Network, check_extension
-from backpack.core.engine.propagations import ExactFactor
+from backpack.core.derivatives.lossbase import scaled_identity
+from backpack.core.engine.backpropagation import Backpropagation, LossSource
+from backpack.core.engine.propagations import ExactFactor, Propagation
+from backpack.core.record.context import context_of
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
@@ -192,6 +197,70 @@ class Depends(SecondOrderBackpropExtension):
 def test_result_that_depends_on_other_extensions() -> None:
     with pytest.raises(AssertionError, match=r"Depends.*beside other ext.*what else is computed"):
         check_extension(Depends())
+
+
+@dataclass(frozen=True)
+class OutputRows(Propagation):
+    """The rows of the network's Jacobian: those of a class at all positions are one, or are not."""
+
+    positions_are_one: bool
+    reads_gradients = False
+
+    def run(self, plan: Any, exts: Any, subsampling: Any, save: Any) -> None:
+        backpropagation = Backpropagation(plan, exts, subsampling, save)
+        backpropagation.run([LossSource(call, partial(self.units, call)) for call in plan.losses])
+
+    def units(self, call: Any, rows: Any) -> Any:
+        prediction = context_of(call, rows).x  # [N, C, *]
+        if not self.positions_are_one:
+            return scaled_identity(torch.ones_like(prediction)), None
+        C, (_, _, *positions) = prediction.shape[1], prediction.shape
+        unit = torch.eye(C, dtype=prediction.dtype).reshape(C, 1, C, *[1] * len(positions))
+        return unit.expand(C, *prediction.shape), None
+
+
+class SquaredJacobian(SecondOrderBackpropExtension):
+    """Sum of the squared rows of the Jacobian of all samples: [*p]."""
+
+    needs = ("square",)
+
+    def __init__(self, positions_are_one: bool = False) -> None:
+        super().__init__("squared_jacobian")
+        self.propagation = OutputRows(positions_are_one)
+
+
+def squared_jacobian(model: nn.Module, lossfunc: Any, X: Tensor, y: Tensor) -> list[Tensor]:
+    params = [p for p in model.parameters() if p.requires_grad]
+    total = [torch.zeros_like(p) for p in params]
+    for entry in model(X).flatten():
+        rows = torch.autograd.grad(entry, params, retain_graph=True)
+        total = [t + row**2 for t, row in zip(total, rows, strict=True)]
+    return total
+
+
+def test_positions_of_a_loss_that_are_taken_for_one() -> None:
+    """An extension that takes the predictions of a sample for one of each class."""
+    check_extension(SquaredJacobian(), squared_jacobian)
+    with pytest.raises(AssertionError, match="SquaredJacobian on a loss of every position"):
+        check_extension(SquaredJacobian(positions_are_one=True), squared_jacobian)
+
+
+class UndoesMean(Length):
+    """Undoes a mean over the samples, which is one over their positions as well."""
+
+    def extract(self, products: Any) -> Any:
+        return super().extract(products) * len(products["individual"][0])
+
+
+def test_samples_that_are_taken_for_the_terms_of_a_mean() -> None:
+    """The truth undoes the mean over all targets of classes."""
+
+    def of_sum(model: Any, lossfunc: Any, X: Tensor, y: Tensor) -> list[Tensor]:
+        count = len(y) if y.is_floating_point() else y.numel()
+        return [norms * count for norms in length(model, lossfunc, X, y)]
+
+    with pytest.raises(AssertionError, match="UndoesMean on a loss of every position"):
+        check_extension(UndoesMean(), of_sum)
 
 
 def test_reduction_that_is_not_that_of_the_samples() -> None:
