@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 import io
 import logging
@@ -13,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, singledispatch
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -1726,12 +1727,37 @@ def by_match(x: Any) -> bool:
     return False
 
 
+@singledispatch
+def is_a_tensor(x: Any) -> bool:
+    return False
+
+
+@is_a_tensor.register(Tensor)
+def _(x: Tensor) -> bool:
+    return True
+
+
+class Matches:
+    """What a program holds, of which nobody reads the code before it runs."""
+
+    def matches(self, x: Any) -> bool:
+        return by_match(x)
+
+
+A_TENSOR, HELD = Tensor, [Matches()]
 QUESTIONS: list[tuple[Callable[[Tensor], Any], str]] = [
     (lambda x: is_grad_enabled(), r"asks is_grad_enabled\(\)"),
     (lambda x: by_match(x), "asks what something is"),
     (lambda x: issubclass(type(x), Tensor), "asks what something is"),
     (lambda x: type(x) in (Tensor,), "asks what something is"),
     (lambda x: type(x).__name__ == "Tensor", "asks what something is"),
+    (lambda x: type(x) is A_TENSOR, "asks what something is"),
+    (lambda x: {A_TENSOR: True}.get(type(x)), "asks what something is"),
+    (lambda x: {A_TENSOR: True}.get(x.__class__), "asks what something is"),
+    (lambda x: "Tensor" in str(type(x)), "asks what something is"),
+    (lambda x: is_a_tensor(x), "asks what something is"),
+    (lambda x: HELD[0].matches(x), "asks what something is"),
+    (lambda x: "relu" in dir(x), "not known while tracing"),
     (lambda x: x.dtype is torch.float32, "by identity"),
     (lambda x: x.requires_grad is False, "by identity"),
     (lambda x: x.grad_fn is None, "by identity"),
@@ -1752,6 +1778,30 @@ def test_questions_that_nothing_can_answer(
     with pytest.raises(ConversionError, match=message):
         convert_module_to_backpack(Asking(), False)
     assert torch.equal(extend(Asking(), use_converter=True)(X), 2 * X)
+
+
+KINDS = {nn.Parameter: 2.0, bool: 3.0}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x, y: x * (2 if callable(x) or callable(x.shape) else 3),
+        lambda m, x, y: x * (2 if callable(x.relu) and callable(m.linear) else 3),
+        lambda m, x, y: x * (2 if hasattr(x, "mro") or hasattr(x, "__name__") else 3),
+        lambda m, x, y: x * (2 if type(KINDS) is dict and isinstance(Net, type) else 3),
+        lambda m, x, y: x * (2 if type(type("Made", (), {})) is type else 3),
+        lambda m, x, y: x * KINDS.get(type(m.training), 1.0),
+        lambda m, x, y: x * KINDS.get(type(m.linear.weight), 1.0),
+        lambda m, x, y: x * (2 if m.linear.weight.__class__ is nn.Parameter else 3),
+    ],
+)
+def test_what_something_is_and_can_do(function: Run) -> None:
+    """The graph had the answer of what stands for a tensor."""
+    torch.manual_seed(0)
+    plain = Net(function)
+    assert_same(extend(copy.deepcopy(plain), use_converter=True), plain, X, Y)
+    assert builtins.type is Net.__class__
 
 
 def asked_for_it(*inputs: Any) -> Any:

@@ -73,13 +73,12 @@ NO_MODES = (
     "torch.is_grad_enabled(), and seeds inside of a forward pass. Use x.detach() for the first and "
     "x.to(dtype) for autocast."
 )
-# Steps of Python that compare a training mode, or a class, which no proxy can answer.
+# Steps of Python that compare a training mode, or by ``match``: no proxy can answer.
 ASKS_MODE = re.compile(r"LOAD_ATTR 'training'\nLOAD_CONST (?:True|False)\nIS_OP ")
-_TYPE = r"LOAD_GLOBAL 'type'\nLOAD_FAST\w* (?!'self')'\w+'\n(?:PRECALL .*\n)?CALL\w* .*\n"
-_NAMED, _READ = r"LOAD_(?:GLOBAL|ATTR|DEREF|CONST) 'Tensor'\n", r"(?:LOAD|BUILD)_.*\n"
-ASKS_CLASS = re.compile(
-    rf"{_TYPE}(?:{_READ})*?{_NAMED}|{_NAMED}(?:{_TYPE}|{_READ})*(?:IS|COMPARE|CONTAINS)_OP |"
-    r"(?:^|\n)MATCH_(?:CLASS|SEQUENCE|MAPPING) "
+ASKS_CLASS = re.compile(r"(?:^|\n)MATCH_(?:CLASS|SEQUENCE|MAPPING) ")
+CLASS_ASKED = (
+    "asks what something is by match, type(x), x.__class__ or singledispatch, which nothing can "
+    "follow: write if isinstance(x, Tensor), or use extend(model, use_converter='record')."
 )
 CHANGING = (
     "The forward pass changes something that it depends on, such as a global variable, an "
@@ -108,7 +107,7 @@ class ConversionError(ValueError):
 
 def _is_users(frame: FrameType) -> bool:
     package = frame.f_globals.get("__name__", "").split(".")[0]
-    return package not in ("torch", "backpack", "contextlib", "functools")
+    return package not in ("torch", "backpack", "contextlib", "copy", "functools")
 
 
 def _asks_for_user(frame: FrameType) -> bool:
@@ -170,7 +169,24 @@ def _is_branching(frame: FrameType) -> bool:
 _OF_PROXIES = {"tracer", "node", "_node", "root", "attr", "tensor"}
 
 
-class _Proxy(Proxy):
+def _class_of(proxy: Any) -> type:
+    """Return the class of a proxy; refuse a program, for which it is that of something else.
+
+    ``singledispatch`` asks for it as well, and functions in C that look for tensors, which may.
+    """
+    frame = sys._getframe(1)
+    is_asked = _is_users(frame) or frame.f_globals.get("__name__") == "functools"
+    step = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    if is_asked and step in ("LOAD_ATTR", "MATCH_CLASS"):
+        raise TraceError(CLASS_ASKED)
+    return type(proxy)
+
+
+class _ClassAsked:
+    __class__: Any = property(_class_of)
+
+
+class _Proxy(_ClassAsked, Proxy):
     """Stands for a value; changes in place, such as ``x += y``, are recorded, too."""
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -222,7 +238,7 @@ for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "
     setattr(_Proxy, f"__{_name}__", _recording(getattr(operator, _name)))
 for _name in ("iand", "ior", "ixor", "ilshift", "irshift"):
     setattr(_Proxy, f"__{_name}__", _recording(getattr(operator, _name)))
-for _name in ("float", "int", "complex", "index", "len", "round", "copy", "deepcopy"):
+for _name in ("float", "int", "complex", "index", "len", "round", "copy", "deepcopy", "dir"):
     setattr(_Proxy, f"__{_name}__", _refusing(_name))
 
 
@@ -291,7 +307,42 @@ def _is_instance(proxy: Proxy, classes: Any) -> bool:
 def _has_attribute(proxy: Proxy, name: str) -> bool:
     """Say whether what a proxy stands for has an attribute."""
     _need_tensor(proxy, "asked for an attribute")
-    return hasattr(_assumed_class(proxy), name)
+    return any(name in vars(one) for one in _assumed_class(proxy).__mro__)  # none of a class itself
+
+
+def _is_callable(proxy: Proxy) -> bool:
+    """Say whether what a proxy stands for can be called: methods of tensors."""
+    if isinstance(proxy, _Attribute):
+        _need_tensor(proxy.root, "asked for an attribute")
+        return callable(getattr(_assumed_class(proxy.root), proxy.attr, None))
+    return _is_instance(proxy, Callable)
+
+
+_TYPE = type
+
+
+class _MetaType(type):
+    """The class of what stands in for ``type`` while a forward pass is traced."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is not _Type:  # a class of classes, which the program has defined meanwhile
+            return super().__call__(*args, **kwargs)
+        found = _TYPE(*args, **kwargs)
+        if len(args) > 1 or not _is_users(sys._getframe(1)):
+            return found
+        if issubclass(found, _Proxy):
+            raise TraceError(CLASS_ASKED)
+        return {TrainingFlag: bool, _TYPE: _Type}.get(found, found)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _TYPE) if cls is _Type else super().__instancecheck__(instance)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, _TYPE) if cls is _Type else super().__subclasscheck__(subclass)
+
+
+class _Type(type, metaclass=_MetaType):
+    """Stands in for ``type``: refuses to tell the class of a proxy."""
 
 
 def _codes(kind: type[Module]) -> Iterator[tuple[CodeType, dict[str, Any]]]:
@@ -333,11 +384,7 @@ def _hidden_question(code: CodeType, names: dict[str, Any]) -> str:
             "follow: write if self.training."
         )
     if ASKS_CLASS.search(steps):
-        return (
-            "asks what something is by match, or by type(x) is Tensor, which nothing can "
-            "follow: write if isinstance(x, Tensor), or use extend(model, "
-            "use_converter='record')."
-        )
+        return CLASS_ASKED
     return ""
 
 
@@ -583,11 +630,15 @@ class BackpackTracer(Tracer):
 
         Tensors of a size that is not known yet, training flags of functions of torch, random
         tensors, autograd functions of the user. And let ``isinstance(x, Tensor)`` and
-        ``torch.is_tensor(x)`` be true, and ``hasattr(x, name)`` if tensors have such an attribute.
-        List errors in ``refused``, since the program may catch them.
+        ``torch.is_tensor(x)`` be true, ``hasattr(x, name)`` if tensors have such an attribute, and
+        ``callable(x)`` for methods. List errors in ``refused``, since the program may catch them.
         """
         thread = get_ident()  # others have the functions as they were
-        asked = {"isinstance": _is_instance, "hasattr": _has_attribute}
+        asked: dict[str, Callable[..., bool]] = {
+            "isinstance": _is_instance,
+            "hasattr": _has_attribute,
+            "callable": _is_callable,
+        }
         apply = vars(AutogradFunction)["apply"]
 
         def recorded(original: Callable[..., Any], is_random: bool = False) -> Callable[..., Any]:
@@ -602,14 +653,14 @@ class BackpackTracer(Tracer):
         def recorded_apply(cls: type[AutogradFunction], *args: Any, **kwargs: Any) -> Any:
             return recorded(apply.__get__(None, cls))(*args, **kwargs)
 
-        def answered(name: str, original: Callable[[Any, Any], bool]) -> Callable[..., bool]:
-            def wrapper(value: Any, what: Any) -> bool:
+        def answered(name: str, original: Callable[..., bool]) -> Callable[..., bool]:
+            def wrapper(value: Any, *what: Any) -> bool:
                 if type(value) is TrainingFlag and _is_users(sys._getframe(1)):
                     value = value.mode
                 known = type(value) in (_Proxy, _Attribute, _StateProxy) and _asks_for_user(
                     sys._getframe(1)
                 )
-                return (asked[name] if known else original)(value, what)
+                return (asked[name] if known else original)(value, *what)
 
             return wrapper
 
@@ -634,6 +685,7 @@ class BackpackTracer(Tracer):
             *((torch, name, recorded(getattr(torch, name), True)) for name in RANDOM),
             *((owner, name, refusing(name, getattr(owner, name))) for owner, name in REFUSED),
             *((builtins, name, answered(name, getattr(builtins, name))) for name in asked),
+            (builtins, "type", _Type),
             (AutogradFunction, "apply", classmethod(recorded_apply)),
             (TraceError, "__init__", noted),
         ]
