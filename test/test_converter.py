@@ -1804,6 +1804,27 @@ def test_what_something_is_and_can_do(function: Run) -> None:
     assert builtins.type is Net.__class__
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x, y: x * (2 if hasattr(m.weight, "mark") else 3),
+        lambda m, x, y: x * getattr(m.weight, "mark", 3),
+        lambda m, x, y: x * (2 if getattr(m.weight, "other", None) is None else 3),
+        lambda m, x, y: x * (2 if getattr(m.linear(x), "other", None) is None else 3),
+        lambda m, x, y: x * (2 if getattr(x, "mark", None) is None else 3),
+        lambda m, x, y: x * (2 if hasattr(y, "mark") else 3),
+        lambda m, x, y: x * getattr(x, "shape", None)[0],
+    ],
+)
+def test_attributes_that_a_program_has_set(function: Run) -> None:
+    """What stands for a tensor had any attribute, and a parameter those of all tensors alone."""
+    torch.manual_seed(0)
+    net, y = Net(function), torch.rand_like(Y)
+    net.weight.mark, y.mark = 2, True  # type: ignore[attr-defined]
+    expected = net(X, y)
+    torch.testing.assert_close(extend(net, use_converter=True)(X, y), expected)
+
+
 def asked_for_it(*inputs: Any) -> Any:
     """Stands for the questions of a test."""
 

@@ -165,6 +165,8 @@ def _is_branching(frame: FrameType) -> bool:
 # --- Tracing --------------------------------------------------------------------------------------
 
 
+# What is replaced while a forward pass is traced.
+_GETATTR, _TYPE = getattr, type
 # Attributes of what stands for a value; all others are those of the value.
 _OF_PROXIES = {"tracer", "node", "_node", "root", "attr", "tensor"}
 
@@ -245,6 +247,14 @@ for _name in ("float", "int", "complex", "index", "len", "round", "copy", "deepc
 class _Attribute(Attribute, _Proxy):
     """An attribute, such as the shape; or a method, which is called next."""
 
+    @property
+    def node(self) -> Node:  # type: ignore[override]  # as in torch.fx
+        """The node, made when it is first read, of the function that is ``getattr`` elsewhere."""
+        if self._node is None:
+            arguments = (self.root, self.attr)
+            self._node = self.tracer.create_proxy("call_function", _GETATTR, arguments, {}).node
+        return self._node
+
 
 class _StateProxy(_Proxy):
     """A parameter, a buffer or a constant: its shape is known while tracing."""
@@ -254,6 +264,8 @@ class _StateProxy(_Proxy):
         self.tensor = tensor
 
     def __getattr__(self, name: str) -> Any:
+        if name in vars(self.tensor) and isinstance(self.tensor, nn.Parameter):
+            raise TraceError(f"reads {name!r} of a parameter, which its values do not have.")
         is_known = name in ("shape", "ndim", "size", "dim", "numel")
         return getattr(self.tensor, name) if is_known else super().__getattr__(name)
 
@@ -290,35 +302,48 @@ def _assumed_class(proxy: Proxy) -> type:
     return type(proxy.tensor) if isinstance(proxy, _StateProxy) else Tensor
 
 
-def _is_instance(proxy: Proxy, classes: Any) -> bool:
-    """Say whether a proxy stands for an instance of classes: of tensors, if it is no value."""
-    if kind(proxy.node) == VALUE and classes is Tensor:
-        return False
-    _need_tensor(proxy, "asked for its class")
+def _known_class(proxy: Proxy, use: str) -> type:
+    """Return the class of what a proxy stands for: tensors, if it is no value and not unknown."""
+    _need_tensor(proxy, use)
     node = proxy.node
     if kind(node) == UNKNOWN and node.op.startswith("call_"):
         function = None if node.op == "call_module" else look_up(node)
         if function is None or function.row is None:
             what = "a module" if function is None else name_of(function)
             raise TraceError(f"The class of what {what} returns is not known while tracing.")
-    return issubclass(_assumed_class(proxy), classes)
+    return _assumed_class(proxy)
+
+
+def _is_instance(proxy: Proxy, classes: Any) -> bool:
+    """Say whether a proxy stands for an instance of classes: of tensors, if it is no value."""
+    if kind(proxy.node) == VALUE and classes is Tensor:
+        return False
+    return issubclass(_known_class(proxy, "asked for its class"), classes)
 
 
 def _has_attribute(proxy: Proxy, name: str) -> bool:
-    """Say whether what a proxy stands for has an attribute."""
-    _need_tensor(proxy, "asked for an attribute")
-    return any(name in vars(one) for one in _assumed_class(proxy).__mro__)  # none of a class itself
+    """Say whether what a proxy stands for has an attribute; others may be called with objects."""
+    if isinstance(proxy, _StateProxy):
+        return hasattr(proxy.tensor, name)
+    of_class = _known_class(proxy, "asked for an attribute").__mro__
+    has_one = any(name in vars(one) for one in of_class)  # none of a class itself
+    if not has_one and proxy.node.op == "placeholder":
+        raise TraceError(f"Whether an input has {name!r} is not known while tracing.")
+    return has_one
+
+
+def _get_attribute(proxy: Proxy, name: str, *default: Any) -> Any:
+    """Return an attribute of what a proxy stands for, or the default if it has none."""
+    is_there = not default or _has_attribute(proxy, name)
+    return getattr(proxy, name) if is_there else default[0]
 
 
 def _is_callable(proxy: Proxy) -> bool:
     """Say whether what a proxy stands for can be called: methods of tensors."""
     if isinstance(proxy, _Attribute):
-        _need_tensor(proxy.root, "asked for an attribute")
-        return callable(getattr(_assumed_class(proxy.root), proxy.attr, None))
+        of_class = _known_class(proxy.root, "asked for an attribute")
+        return callable(getattr(of_class, proxy.attr, None))
     return _is_instance(proxy, Callable)
-
-
-_TYPE = type
 
 
 class _MetaType(type):
@@ -634,10 +659,9 @@ class BackpackTracer(Tracer):
         ``callable(x)`` for methods. List errors in ``refused``, since the program may catch them.
         """
         thread = get_ident()  # others have the functions as they were
-        asked: dict[str, Callable[..., bool]] = {
-            "isinstance": _is_instance,
-            "hasattr": _has_attribute,
-            "callable": _is_callable,
+        asked: dict[str, Callable[..., Any]] = {
+            **{"isinstance": _is_instance, "callable": _is_callable},
+            **{"hasattr": _has_attribute, "getattr": _get_attribute},
         }
         apply = vars(AutogradFunction)["apply"]
 
@@ -653,8 +677,8 @@ class BackpackTracer(Tracer):
         def recorded_apply(cls: type[AutogradFunction], *args: Any, **kwargs: Any) -> Any:
             return recorded(apply.__get__(None, cls))(*args, **kwargs)
 
-        def answered(name: str, original: Callable[..., bool]) -> Callable[..., bool]:
-            def wrapper(value: Any, *what: Any) -> bool:
+        def answered(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapper(value: Any, *what: Any) -> Any:
                 if type(value) is TrainingFlag and _is_users(sys._getframe(1)):
                     value = value.mode
                 known = type(value) in (_Proxy, _Attribute, _StateProxy) and _asks_for_user(
