@@ -1754,6 +1754,7 @@ QUESTIONS: list[tuple[Callable[[Tensor], Any], str]] = [
     (lambda x: type(x) is A_TENSOR, "asks what something is"),
     (lambda x: {A_TENSOR: True}.get(type(x)), "asks what something is"),
     (lambda x: {A_TENSOR: True}.get(x.__class__), "asks what something is"),
+    (lambda x: {A_TENSOR: True}.get(getattr(x, "__class__", None)), "asks what something is"),
     (lambda x: "Tensor" in str(type(x)), "asks what something is"),
     (lambda x: is_a_tensor(x), "asks what something is"),
     (lambda x: HELD[0].matches(x), "asks what something is"),
@@ -1761,6 +1762,8 @@ QUESTIONS: list[tuple[Callable[[Tensor], Any], str]] = [
     (lambda x: x.dtype is torch.float32, "by identity"),
     (lambda x: x.requires_grad is False, "by identity"),
     (lambda x: x.grad_fn is None, "by identity"),
+    (lambda x: x.grad is None, "by identity"),
+    (lambda x: x.layout is torch.strided, "by identity"),
 ]
 
 

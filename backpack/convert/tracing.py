@@ -67,7 +67,10 @@ REFUSED = (
     *((owner, f) for owner in (torch, torch.random) for f in ("manual_seed", "set_rng_state")),
 )
 # Attributes of tensors that are one object for many tensors.
-COMPARED = ("dtype", "grad_fn", "is_leaf", "requires_grad")
+COMPARED = (
+    *("dtype", "grad", "grad_fn", "layout", "requires_grad"),
+    *("is_cuda", "is_leaf", "is_sparse"),
+)
 NO_MODES = (
     "torch.fx does not record torch.no_grad(), torch.autocast(), questions such as "
     "torch.is_grad_enabled(), and seeds inside of a forward pass. Use x.detach() for the first and "
@@ -334,6 +337,8 @@ def _has_attribute(proxy: Proxy, name: str) -> bool:
 
 def _get_attribute(proxy: Proxy, name: str, *default: Any) -> Any:
     """Return an attribute of what a proxy stands for, or the default if it has none."""
+    if name == "__class__":
+        raise TraceError(CLASS_ASKED)
     is_there = not default or _has_attribute(proxy, name)
     return getattr(proxy, name) if is_there else default[0]
 
