@@ -135,6 +135,14 @@ def _data(case: Case, seed: int, dtype: torch.dtype, device: torch.device) -> tu
         return X, case.target(model(X))
 
 
+@cache
+def truth(function: Callable[..., Any], case: Case, seed: int = 1, **keywords: Any) -> Any:
+    """Evaluate a function of the oracle, once in a process: its results are not to be changed."""
+    problem = case.reference()
+    torch.manual_seed(seed)
+    return function(*problem, **keywords)
+
+
 class BatchFirst(nn.Module):
     """Exchange the first two axes of a model's output."""
 

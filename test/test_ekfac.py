@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import oracle
 import pytest
 import torch
-from cases import CASES, Case, Problem, select
+from cases import CASES, Case, Problem, select, truth
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
@@ -41,13 +40,6 @@ def run(problem: Problem, *exts: Any, seed: int = 1) -> list[Any]:
     with backpack(*exts):
         loss.backward()
     return oracle.trainable(problem.model)
-
-
-def truth(function: Callable[..., Any], case: Case, seed: int = 1) -> Any:
-    """Evaluate the oracle on a fresh copy of the case."""
-    problem = case.reference()
-    torch.manual_seed(seed)
-    return function(*problem)
 
 
 def matrix(found: EigenKronecker) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from cases import CASES, Case
+from cases import CASES, Case, truth
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -48,11 +48,6 @@ def gradients(problem: Any, *exts: Any) -> list[Any]:
     return [p.grad_batch for p in oracle.trainable(problem.model)]  # type: ignore[attr-defined]
 
 
-def truth(case: Case) -> list[Tensor]:
-    torch.manual_seed(1)
-    return oracle.batch_grad(*case.reference())
-
-
 def agree(g: FactoredGrad, dense: Tensor) -> None:
     """Compare every method with what it says about the gradients."""
     generator = torch.Generator().manual_seed(0)
@@ -79,7 +74,7 @@ def agree(g: FactoredGrad, dense: Tensor) -> None:
 
 @pytest.mark.parametrize("case", PER_SAMPLE, ids=str)
 def test_every_method(case: Case, keeps_factors: bool) -> None:
-    for g, dense in zip(gradients(case.build()), truth(case), strict=True):
+    for g, dense in zip(gradients(case.build()), truth(oracle.batch_grad, case), strict=True):
         agree(g, dense)
         if case in FEWER:
             index = [len(dense) - 1, 0]
@@ -91,7 +86,7 @@ def test_every_method(case: Case, keeps_factors: bool) -> None:
 @pytest.mark.parametrize("case", [c for c in FEWER if "rows" not in c.tags], ids=str)
 def test_subsampling(case: Case, keeps_factors: bool) -> None:
     found = gradients(case.build(), BatchGrad([2, 0], factored=True))
-    for g, dense in zip(found, truth(case), strict=True):
+    for g, dense in zip(found, truth(oracle.batch_grad, case), strict=True):
         agree(g, dense[[2, 0]])
         agree(g[[1]], dense[[0]])
 
@@ -101,7 +96,7 @@ def test_slices(monkeypatch: pytest.MonkeyPatch, keeps_factors: bool) -> None:
     monkeypatch.setattr(factored.reductions, "SLICE_ENTRIES", 1)
     monkeypatch.setattr(factored, "BLOCK_ENTRIES", 1)
     for case in FEWER[::5]:
-        for g, dense in zip(gradients(case.build()), truth(case), strict=True):
+        for g, dense in zip(gradients(case.build()), truth(oracle.batch_grad, case), strict=True):
             agree(g, dense)
 
 
@@ -403,6 +398,6 @@ def test_inner_products_of_positions_that_nearly_cancel(
 def test_saved_gradients_are_read() -> None:
     """A copy that was saved notices changes from then on."""
     case = FEWER[0]
-    for g, dense in zip(gradients(case.build()), truth(case), strict=True):
+    for g, dense in zip(gradients(case.build()), truth(oracle.batch_grad, case), strict=True):
         saved = pickle.loads(pickle.dumps(g))
         assert_close(saved.square_norms(), dense.flatten(1).square().sum(1), **TOLERANCE)

@@ -10,7 +10,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from cases import CASES, Case, Problem, select
+from cases import CASES, Case, Problem, select, truth
 from torch import Tensor, nn
 
 from backpack import backpack, extend, extensions
@@ -36,13 +36,6 @@ def run(problem: Problem, *exts: Any, scale: float = 1.0, seed: int = 1, **optio
     with backpack(*exts, **options):
         (loss if scale == 1 else scale * loss).backward()
     return oracle.trainable(problem.model)
-
-
-def truth(function: Callable, case: Case, seed: int = 1, **keywords: Any) -> list:
-    """Evaluate the oracle on a fresh copy of the case."""
-    problem = case.reference()
-    torch.manual_seed(seed)
-    return function(*problem, **keywords)
 
 
 def check(params: list, field: str, expected: list) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from cases import CASES, Case
+from cases import CASES, Case, truth
 from test_factored import agree
 from test_gram import run
 from torch import Tensor, einsum, nn
@@ -44,9 +44,8 @@ def rows_of(columns: Tensor) -> Tensor:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gram_of_every_case(case: Case, keeps_factors: bool) -> None:
     """Its eigenvalues are those of the GGN's blocks by autograd, and some zeros."""
-    torch.manual_seed(1)
     of_case = oracle.joint_ggn_blocks if "mixing" in case.tags else oracle.ggn_blocks
-    blocks = of_case(*case.reference())
+    blocks = truth(of_case, case)
     found = run(case.build(), GGNGram())
     for p, block in zip(found, blocks, strict=True):
         v, n = p.ggn_gram.shape[:2]
@@ -105,7 +104,7 @@ def test_subsampled_gram(case: Case, keeps_factors: bool) -> None:
         assert_close(p.ggn_gram.flatten(2).flatten(0, 1), rows @ rows.T, **TOLERANCE)
 
 
-def truth(case: Case, per: str) -> tuple[Tensor, Tensor, Tensor]:
+def whole_truth(case: Case, per: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return the GGN ``[P, P]``, that of each sample, and individual gradients ``[N, P]``."""
     model, loss, X, y = case.reference()
     torch.manual_seed(1)
@@ -119,8 +118,7 @@ def truth(case: Case, per: str) -> tuple[Tensor, Tensor, Tensor]:
         )
         for n in range(len(f))
     ]
-    torch.manual_seed(1)
-    gradients = oracle.batch_grad(*case.reference())
+    gradients = truth(oracle.batch_grad, case)
     G = torch.stack(each)
     return G.sum(0), G, torch.cat([g.reshape(len(g), -1) for g in gradients], 1)
 
@@ -143,7 +141,7 @@ DEFINED = [
 @pytest.mark.parametrize("per", ["model", "parameter"])
 @pytest.mark.parametrize("case", DEFINED, ids=str)
 def test_spectrum_of_cases(case: Case, per: Any) -> None:
-    G, G_n, g = truth(case, per)
+    G, G_n, g = whole_truth(case, per)
     problem = case.build()
     found = GGNSpectrum(problem.model, problem.loss, (problem.X, problem.y), per=per)
     assert_close(found.to_dense(), G, **TOLERANCE)
