@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import copy
 import io
 import logging
@@ -1751,11 +1750,8 @@ QUESTIONS: list[tuple[Callable[[Tensor], Any], str]] = [
     (lambda x: issubclass(type(x), Tensor), "asks what something is"),
     (lambda x: type(x) in (Tensor,), "asks what something is"),
     (lambda x: type(x).__name__ == "Tensor", "asks what something is"),
-    (lambda x: type(x) is A_TENSOR, "asks what something is"),
-    (lambda x: {A_TENSOR: True}.get(type(x)), "asks what something is"),
     (lambda x: {A_TENSOR: True}.get(x.__class__), "asks what something is"),
     (lambda x: {A_TENSOR: True}.get(getattr(x, "__class__", None)), "asks what something is"),
-    (lambda x: "Tensor" in str(type(x)), "asks what something is"),
     (lambda x: is_a_tensor(x), "asks what something is"),
     (lambda x: HELD[0].matches(x), "asks what something is"),
     (lambda x: "relu" in dir(x), "not known while tracing"),
@@ -1783,19 +1779,12 @@ def test_questions_that_nothing_can_answer(
     assert torch.equal(extend(Asking(), use_converter=True)(X), 2 * X)
 
 
-KINDS = {nn.Parameter: 2.0, bool: 3.0}
-
-
 @pytest.mark.parametrize(
     "function",
     [
         lambda m, x, y: x * (2 if callable(x) or callable(x.shape) else 3),
         lambda m, x, y: x * (2 if callable(x.relu) and callable(m.linear) else 3),
         lambda m, x, y: x * (2 if hasattr(x, "mro") or hasattr(x, "__name__") else 3),
-        lambda m, x, y: x * (2 if type(KINDS) is dict and isinstance(Net, type) else 3),
-        lambda m, x, y: x * (2 if type(type("Made", (), {})) is type else 3),
-        lambda m, x, y: x * KINDS.get(type(m.training), 1.0),
-        lambda m, x, y: x * KINDS.get(type(m.linear.weight), 1.0),
         lambda m, x, y: x * (2 if m.linear.weight.__class__ is nn.Parameter else 3),
     ],
 )
@@ -1804,7 +1793,6 @@ def test_what_something_is_and_can_do(function: Run) -> None:
     torch.manual_seed(0)
     plain = Net(function)
     assert_same(extend(copy.deepcopy(plain), use_converter=True), plain, X, Y)
-    assert builtins.type is Net.__class__
 
 
 @pytest.mark.parametrize(

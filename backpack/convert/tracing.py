@@ -76,12 +76,18 @@ NO_MODES = (
     "torch.is_grad_enabled(), and seeds inside of a forward pass. Use x.detach() for the first and "
     "x.to(dtype) for autocast."
 )
-# Steps of Python that compare a training mode, or by ``match``: no proxy can answer.
+# Steps of Python that compare a training mode, or a class, which no proxy can answer.
 ASKS_MODE = re.compile(r"LOAD_ATTR 'training'\nLOAD_CONST (?:True|False)\nIS_OP ")
-ASKS_CLASS = re.compile(r"(?:^|\n)MATCH_(?:CLASS|SEQUENCE|MAPPING) ")
+_TYPE = r"LOAD_GLOBAL 'type'\nLOAD_FAST\w* (?!'self')'\w+'\n(?:PRECALL .*\n)?CALL\w* .*\n"
+_NAMED, _READ = r"LOAD_(?:GLOBAL|ATTR|DEREF|CONST) 'Tensor'\n", r"(?:LOAD|BUILD)_.*\n"
+ASKS_CLASS = re.compile(
+    rf"{_TYPE}(?:{_READ})*?{_NAMED}|{_NAMED}(?:{_TYPE}|{_READ})*(?:IS|COMPARE|CONTAINS)_OP |"
+    r"(?:^|\n)MATCH_(?:CLASS|SEQUENCE|MAPPING) "
+)
 CLASS_ASKED = (
-    "asks what something is by match, type(x), x.__class__ or singledispatch, which nothing can "
-    "follow: write if isinstance(x, Tensor), or use extend(model, use_converter='record')."
+    "asks what something is by match, type(x) is Tensor, x.__class__ or singledispatch, which "
+    "nothing can follow: write if isinstance(x, Tensor), or use extend(model, "
+    "use_converter='record')."
 )
 CHANGING = (
     "The forward pass changes something that it depends on, such as a global variable, an "
@@ -169,7 +175,7 @@ def _is_branching(frame: FrameType) -> bool:
 
 
 # What is replaced while a forward pass is traced.
-_GETATTR, _TYPE = getattr, type
+_GETATTR = getattr
 # Attributes of what stands for a value; all others are those of the value.
 _OF_PROXIES = {"tracer", "node", "_node", "root", "attr", "tensor"}
 
@@ -349,30 +355,6 @@ def _is_callable(proxy: Proxy) -> bool:
         of_class = _known_class(proxy.root, "asked for an attribute")
         return callable(getattr(of_class, proxy.attr, None))
     return _is_instance(proxy, Callable)
-
-
-class _MetaType(type):
-    """The class of what stands in for ``type`` while a forward pass is traced."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls is not _Type:  # a class of classes, which the program has defined meanwhile
-            return super().__call__(*args, **kwargs)
-        found = _TYPE(*args, **kwargs)
-        if len(args) > 1 or not _is_users(sys._getframe(1)):
-            return found
-        if issubclass(found, _Proxy):
-            raise TraceError(CLASS_ASKED)
-        return {TrainingFlag: bool, _TYPE: _Type}.get(found, found)
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, _TYPE) if cls is _Type else super().__instancecheck__(instance)
-
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, _TYPE) if cls is _Type else super().__subclasscheck__(subclass)
-
-
-class _Type(type, metaclass=_MetaType):
-    """Stands in for ``type``: refuses to tell the class of a proxy."""
 
 
 def _codes(kind: type[Module]) -> Iterator[tuple[CodeType, dict[str, Any]]]:
@@ -714,7 +696,6 @@ class BackpackTracer(Tracer):
             *((torch, name, recorded(getattr(torch, name), True)) for name in RANDOM),
             *((owner, name, refusing(name, getattr(owner, name))) for owner, name in REFUSED),
             *((builtins, name, answered(name, getattr(builtins, name))) for name in asked),
-            (builtins, "type", _Type),
             (AutogradFunction, "apply", classmethod(recorded_apply)),
             (TraceError, "__init__", noted),
         ]
