@@ -2422,3 +2422,40 @@ def test_rows_of_a_table_in_another_order_than_their_samples() -> None:
     loss = extend(nn.CrossEntropyLoss())(model(3 * torch.rand(N, 3)), torch.tensor([0, 1, 1, 0]))
     with backpack(extensions.BatchGrad()), pytest.raises(ValueError, match="different samples"):
         loss.backward()
+class Masked(nn.Module):
+    """Multiplies a weight with a tensor that is no buffer."""
+
+    def __init__(self, mask: Tensor):
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.mask
+
+
+def masked(layer: nn.Module) -> None:
+    parametrize.register_parametrization(layer, "weight", Masked(torch.rand_like(layer.weight)))
+
+
+def pruned_with_frozen_bias(layer: nn.Module) -> None:
+    prune.random_unstructured(layer, "weight", 2)
+    layer.bias.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [masked, pruned_with_frozen_bias])
+@pytest.mark.parametrize("converter", [False, True, "record"])
+@pytest.mark.parametrize("samples", [1, 2, 4])
+def test_constants_of_layers_are_no_samples(change: Any, converter: Any, samples: int) -> None:
+    """They were taken for those if they had as many rows, or more than one: an error."""
+    model, X = mlp(), torch.randn(samples, 3)
+    change(model[0])
+    change(model[2])
+    y, loss = torch.randint(2, (samples,)), nn.CrossEntropyLoss()
+    each = oracle.batch_grad(model, loss, X, y)
+    diagonals = oracle.ggn_diag(model, loss, X, y)
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        extend(loss)(extend(model, use_converter=converter)(X), y).backward()
+    trained = (p for p in model.parameters() if p.requires_grad)
+    for p, grads, diagonal in zip(trained, each, diagonals, strict=True):
+        assert_close(p.grad_batch, grads)
+        assert_close(p.diag_ggn_exact, diagonal)

@@ -100,9 +100,9 @@ def note_inputs(
         )
     for x in with_axes:
         mark, known = origin(x), layout_of(x)
-        if mark is not None and mark.is_output:
-            continue
-        if known is not None and (is_part or is_child or not (known.assumed or mark is not None)):
+        is_told = is_part or is_child or (known is not None and mark is None and not known.assumed)
+        if (mark is not None and mark.is_output) or (known is not None and is_told):
+            inputs.known += filter(None, [known])
             continue
         has_samples = len(x) == count
         if numbered and x.dim() > 1 and not x.is_floating_point():
@@ -240,7 +240,7 @@ def clear_inputs(module: Module, output: Any) -> None:
 
 def _layouts_of(inputs: Inputs) -> list[Layout]:
     """List where the samples are in what a model that runs was called with."""
-    layouts = [layout for _, layout, _ in inputs.notes.values()]
+    layouts = [layout for _, layout, _ in inputs.notes.values()] + inputs.known
     return layouts + [mark.layout for mark in inputs.marks if mark.layout is not None]
 
 

@@ -37,6 +37,7 @@ class Inputs:
     # where the samples are, by the id of the tensor; identities of those with a graph that say it
     notes: dict[int, Note] = field(default_factory=dict)
     marks: list[Origin] = field(default_factory=list)
+    known: list[Layout] = field(default_factory=list)  # of inputs that others say it of
     samples: int = 0  # their number
     others: set[int] = field(default_factory=set)  # what else may be that: sizes of first axes
     choice: str = ""  # what was taken for the samples, in words
