@@ -444,7 +444,7 @@ class Bags(nn.Module):
         return self.last((h + self.data(x) if self.with_data else h).tanh())
 
 
-@pytest.mark.parametrize("converter", [True, "record"])
+@pytest.mark.parametrize("converter", [False, True, "record"])
 @pytest.mark.parametrize("with_data", [False, True])
 @pytest.mark.parametrize("include_last_offset", [False, True])
 def test_bags_are_samples(include_last_offset: bool, with_data: bool, converter: Any) -> None:

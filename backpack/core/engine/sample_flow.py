@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import EmbeddingBag, Module, Parameter
 
 from backpack.core.derivatives.elementwise_losses import ElementwiseLossDerivatives as Elementwise
 from backpack.core.derivatives.sample_axes import BatchAxis, from_first
@@ -323,9 +323,12 @@ class SampleFlow:
         for own, layers in self.layers.items():
             if all(own in known for known in sizes.values()):
                 continue
+            bags = [layer for layer in layers if isinstance(layer, EmbeddingBag)]
+            has_ends = any(bag.include_last_offset for bag in bags)  # one offset more than bags
+            fitting = {own, own + 1} if has_ends else {own}
             for layer in layers:
                 around = [given for given in sizes if layer in set(given.module.modules())]
-                if around and not any(own in sizes[given] for given in around):
+                if around and all(fitting.isdisjoint(sizes[given]) for given in around):
                     model, counts = around[0].module, sorted(sizes[around[0]])
                     data = f"the data of {describe(model)} {' or '.join(map(str, counts))}"
                     self.found.sizes[f"{describe(layer)} has {own}, {data}"] = None
