@@ -2459,3 +2459,49 @@ def test_constants_of_layers_are_no_samples(change: Any, converter: Any, samples
     for p, grads, diagonal in zip(trained, each, diagonals, strict=True):
         assert_close(p.grad_batch, grads)
         assert_close(p.diag_ggn_exact, diagonal)
+
+
+def normalised_weight(layer: Any) -> None:
+    parametrizations.weight_norm(layer)
+
+
+def noisy(layer: Any) -> None:
+    layer.noise = 0.1
+
+
+class MaybeRandom(nn.Module):
+    """Has no rule, and may be random."""
+
+    noise = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3] -> [N, 3]."""
+        return x * self.scale + (self.noise * torch.randn(3) if self.noise else 0.0)
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [("2", normalised_weight, "computes its weight"), ("1", noisy, "is it random")],
+)
+def test_what_is_refused_has_no_result_of_the_step_before(
+    name: str, change: Any, message: str
+) -> None:
+    """There was a warning, and individual gradients of the step before beside the new gradient."""
+    model = extend(nn.Sequential(nn.Linear(3, 3), MaybeRandom(), nn.Linear(3, 2)))
+    loss, (X, y) = extend(nn.CrossEntropyLoss()), batch()
+    layer = model.get_submodule(name)
+    before = [*layer.parameters()]
+    with backpack(extensions.BatchGrad()):
+        loss(model(X), y).backward()
+    assert all(hasattr(p, "grad_batch") for p in before)
+    change(layer)
+    with backpack(extensions.BatchGrad()), pytest.warns(UserWarning, match=message):
+        loss(model(X), y).backward()
+    others = [p for p in model.parameters() if all(p is not own for own in layer.parameters())]
+    assert not any(hasattr(p, "grad_batch") for p in layer.parameters())
+    assert others and all(hasattr(p, "grad_batch") for p in others)

@@ -149,13 +149,16 @@ class BackwardPass:
         return current
 
     @classmethod
-    def missed(cls, what: str) -> None:
+    def missed(cls, what: str, parameters: Iterable[Parameter]) -> None:
         """Take note that a backward pass comes through a call that could not be recorded."""
         state = state_of_caller()
         if not state.disabled:
             configuration = active(state.configuration)
             configuration.passes.told = True
             fail(configuration.exts, what)
+            for p in () if configuration.accumulate else map(shards.home, parameters):
+                for ext in configuration.exts:
+                    results.forget(p, ext.savefield)
 
     @classmethod
     def completed(cls, call: Visit) -> None:

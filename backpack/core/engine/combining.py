@@ -116,7 +116,7 @@ class Combining:
         self.nodes = nodes  # where the pass begins in the graph
         self.exts = configuration.exts
         self._travels = bool(configuration.second_order)  # besides the gradient
-        self.write = results.write
+        self.write, self._leave_out = results.write, results.leave_out
         self.originals = results.originals
         self.groups: dict[Parameter, Processes] = {}  # of those whose gradients are averaged
         self.is_sharded = False  # whether others wait for this process on the way
@@ -128,6 +128,11 @@ class Combining:
         self._latest_unit: Any = None  # parameters that are sharded together, of the last result
 
     # ------------------------------------------------------------------ what is combined
+
+    def leave_out(self, p: Parameter, exts: Iterable[Extension]) -> None:
+        """Let a parameter have none rather than that of the pass before, unless they add up."""
+        if not self.accumulates:
+            self._leave_out(home(p), exts)
 
     def average_nothing(self) -> None:
         """Note that gradients are returned, not accumulated: a wrapper does not see them."""

@@ -114,6 +114,7 @@ class FirstOrder:
             if unsupported is not None:
                 refusing, name = unsupported
                 refused.setdefault((refusing, tuple(known)), []).append(name)
+                self._save.leave_out(p, known)
             elif known:
                 work.append((p, uses, known))
                 if plan is not None:

@@ -166,6 +166,13 @@ class Writer:
             new.swaps_axes, new.partner = factors.swaps_axes, factors.partner
         setattr(p, name, value)
 
+    def leave_out(self, p: Parameter, exts: Iterable[Extension]) -> None:
+        """Delete what extensions have left at a parameter, of which this pass has no result."""
+        p = self.originals.get(p, p)
+        if not (self.is_mute or p in self.untrained):
+            for ext in exts:
+                forget(p, ext.savefield)
+
     def finish_extensions(self) -> None:
         """Write what extensions make of what all parameters have, and free that."""
         while self.collected:

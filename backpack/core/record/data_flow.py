@@ -47,7 +47,7 @@ from backpack.custom_module.parameter_module import ParameterModule
 FUNCTIONS = (FunctionModule, ParameterModule)
 # What makes nested and sparse tensors dense.
 FILLING_UP = {"to_dense", "to_padded_tensor"}
-OnMiss = Callable[[str], None]
+OnMiss = Callable[[str, Iterable[Parameter]], None]
 FORM = operator.attrgetter("layout", "is_nested")
 DENSE = frozenset({(torch.strided, False)})
 # Key in the metadata of nodes of calls that are not recorded, which backward passes tell.
@@ -415,20 +415,22 @@ def note_miss(
     names: Sequence[str] = (),
 ) -> None:
     """Let a backward pass that comes through a call which is not recorded know that."""
-    names = names or [name for name, p in module.named_parameters() if p.requires_grad]
-    if not names:
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    own = {name: p for name, p in trained.items() if not names or name in names}
+    if not own:
         return
     shapes = ", ".join(
         "nested" if x.is_nested else str(list(x.shape)) for x in args if isinstance(x, Tensor)
     )
     message = (
-        f"the parameters {', '.join(names)} of {describe(module)} (inputs {shapes}) have no "
+        f"the parameters {', '.join(own)} of {describe(module)} (inputs {shapes}) have no "
         f"quantities of this use: the module {why}"
     )
+    left_out = [p for p in own.values() if isinstance(p, Parameter)]  # no tensors of a transform
     for out in outputs:
         while torch._C._functorch.is_functorch_wrapped_tensor(out):  # of the transform itself
             out = torch._C._functorch.get_unwrapped(out)
         node: Any = out.grad_fn
         if node is not None:
             node.metadata[MISSED] = True
-            node.register_prehook(lambda grads: missed(message))
+            node.register_prehook(lambda grads: missed(message, left_out))
