@@ -2505,3 +2505,68 @@ def test_what_is_refused_has_no_result_of_the_step_before(
     others = [p for p in model.parameters() if all(p is not own for own in layer.parameters())]
     assert not any(hasattr(p, "grad_batch") for p in layer.parameters())
     assert others and all(hasattr(p, "grad_batch") for p in others)
+
+
+class AddsLowRank(nn.Module):
+    """Adds a trained matrix of low rank to a frozen weight, and may normalise the sum."""
+
+    def __init__(self, axis: int | None):
+        super().__init__()
+        self.frozen = nn.Parameter(torch.randn(3, 3), requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(3), requires_grad=False)
+        self.a, self.b = nn.Parameter(torch.randn(3, 1)), nn.Parameter(torch.randn(1, 3))
+        self.head, self.axis = nn.Linear(3, 2), axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3] -> [N, 2]."""
+        weight = self.frozen + self.a @ self.b
+        if self.axis is not None:
+            weight = (weight * self.scale).softmax(self.axis)
+        return self.head(F.linear(x, weight).tanh())
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1])
+@pytest.mark.parametrize("converter", [True, "record"])
+@pytest.mark.parametrize("samples", [1, 3, 4])
+def test_frozen_parameters_in_functions_are_constants(
+    axis: int | None, converter: Any, samples: int
+) -> None:
+    """They were taken for data where a model is recorded: an error, and no private training."""
+    model, X, y = AddsLowRank(axis), torch.randn(samples, 3), torch.randint(2, (samples,))
+    truth = oracle.batch_grad(model, nn.CrossEntropyLoss(), X, y)
+    model, loss = extend(model, use_converter=converter), extend(nn.CrossEntropyLoss())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with backpack(extensions.BatchGrad()):
+        loss(model(X), y).backward()
+    for p, grads in zip(trained, truth, strict=True):
+        assert_close(p.grad_batch, grads)
+    optimizer = DPSGD(
+        trained, 0.1, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=samples
+    )
+    with backpack(*optimizer.extensions):
+        loss(model(X), y).backward()
+    optimizer.step()
+
+
+class WithTensor(nn.Module):
+    """Has a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 3), nn.Parameter(torch.randn(3))
+        self.tensor = torch.rand(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3] -> [N, 3]."""
+        return self.layer(x) * (self.tensor * self.scale).softmax(0)
+
+
+def test_error_of_a_constant_that_is_taken_for_data() -> None:
+    """It named a function that combines samples, where one is a function of parameters alone."""
+    model, loss = extend(WithTensor(), use_converter="record"), extend(nn.CrossEntropyLoss())
+    X, y = torch.randn(3, 3), torch.tensor([0, 1, 2])
+    with backpack(extensions.BatchGrad()), pytest.raises(ValueError, match="register_buffer"):
+        loss(model(X), y).backward()
+    model.register_buffer("tensor", vars(model).pop("tensor"))
+    with backpack(extensions.BatchGrad()):
+        loss(model(X), y).backward()

@@ -26,7 +26,7 @@ from backpack.core.engine.spread import kind
 from backpack.core.record import generators
 from backpack.core.record.compiler import is_traced, may_leave_graph, set_compiler
 from backpack.core.record.data_flow import clear_inputs, is_dense, note_inputs
-from backpack.core.record.data_notes import layout_of, note
+from backpack.core.record.data_notes import layout_of, note, running
 from backpack.core.record.kept_attributes import attributes_kept
 from backpack.core.record.kept_parameters import differing
 from backpack.core.record.layout import unbatched
@@ -150,7 +150,17 @@ def _start(module: Module, args: Any, kwargs: Any) -> None:
         inner.compiler = compiler
         inner.others.__enter__()
         note_inputs(module, args, kwargs)
+        _note_frozen(module)
         inner.__enter__()
+
+
+def _note_frozen(module: Module) -> None:
+    """Note that frozen parameters are constants, as buffers are, if other data has the samples."""
+    for inputs in running()[-1:]:
+        for part in module.modules() if inputs.samples else ():
+            for p in part._parameters.values():
+                if p is not None and not p.requires_grad and id(p) not in inputs.rows:
+                    inputs.note(p, unbatched())
 
 
 def _stop(*arguments: Any) -> None:

@@ -63,6 +63,10 @@ NODES_OF_GRAPHS = (
     "graph) says which one each row belongs to, before the model that extend(model, "
     "use_converter=True) has returned is called."
 )
+OTHER_DATA = (
+    " Of data that is no argument of the model, the first axis was taken for that of the samples. "
+    "Let it be a buffer (register_buffer) if it is a constant, else an argument."
+)
 
 
 def note_inputs(
@@ -258,6 +262,7 @@ def is_of_inputs(layout: Layout) -> bool:
 
 def assumption_behind(layouts: Iterable[Layout]) -> str:
     """Tell which assumption says where samples are, for an error that might be due to it."""
+    layouts = [*layouts]
     known: set[Layout] = set().union(*(layout.ancestors for layout in layouts))
     for inputs in running():
         if inputs.others and any(known & one.ancestors for one in _layouts_of(inputs)):
@@ -271,7 +276,9 @@ def assumption_behind(layouts: Iterable[Layout]) -> str:
                     "which is no argument of the model. Let it be one."
                 )
             break
-    return ""
+    given = {one.root for inputs in running() for one in _layouts_of(inputs)}
+    is_other = any(one.assumed and given.isdisjoint(one.ancestors) for one in layouts)
+    return OTHER_DATA if given and is_other else ""
 
 
 def tensors_in(value: Any) -> tuple[Tensor, ...]:
