@@ -2437,12 +2437,25 @@ def masked(layer: nn.Module) -> None:
     parametrize.register_parametrization(layer, "weight", Masked(torch.rand_like(layer.weight)))
 
 
+class ChosenEntries(Masked):
+    """Chooses entries of a weight by a tensor that is no buffer, which has the others."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return torch.where(self.mask > 0.5, weight, self.mask)
+
+
+def chosen(layer: nn.Module) -> None:
+    parametrize.register_parametrization(
+        layer, "weight", ChosenEntries(torch.rand_like(layer.weight))
+    )
+
+
 def pruned_with_frozen_bias(layer: nn.Module) -> None:
     prune.random_unstructured(layer, "weight", 2)
     layer.bias.requires_grad_(False)
 
 
-@pytest.mark.parametrize("change", [masked, pruned_with_frozen_bias])
+@pytest.mark.parametrize("change", [masked, chosen, pruned_with_frozen_bias])
 @pytest.mark.parametrize("converter", [False, True, "record"])
 @pytest.mark.parametrize("samples", [1, 2, 4])
 def test_constants_of_layers_are_no_samples(change: Any, converter: Any, samples: int) -> None:
@@ -2570,3 +2583,34 @@ def test_error_of_a_constant_that_is_taken_for_data() -> None:
     model.register_buffer("tensor", vars(model).pop("tensor"))
     with backpack(extensions.BatchGrad()):
         loss(model(X), y).backward()
+
+
+class SequenceFirst(nn.Module):
+    """A layer of sequences that computes one of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = parametrizations.weight_norm(nn.LSTM(2, 3), "weight_hh_l0")
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, N, 2] -> [N, 2]."""
+        return self.head(self.layer(x)[0][-1])
+
+
+@pytest.mark.parametrize("converter", [False, True, "record"])
+def test_advice_for_sequences_first(converter: Any) -> None:
+    """What to do where a layer that computes its weight has the samples along the second axis."""
+    model, plain = SequenceFirst(), SequenceFirst()
+    plain.load_state_dict(model.state_dict())
+    model, loss = extend(model, use_converter=converter), extend(nn.CrossEntropyLoss())
+    X, y = torch.randn(5, N, 2), torch.randint(2, (N,))
+    with backpack(extensions.BatchGrad()), pytest.raises(ValueError, match="assign_samples"):
+        loss(model(X), y).backward()
+    assign_samples(X, torch.arange(N)[:, None].expand(5, N, 2))
+    with backpack(extensions.BatchGrad()):
+        loss(model(X), y).backward()
+    for p, grads in zip(
+        model.parameters(), oracle.batch_grad(plain, nn.CrossEntropyLoss(), X, y), strict=True
+    ):
+        assert_close(p.grad_batch, grads)

@@ -43,6 +43,8 @@ BY_INDICES = (
     *("gather", "getitem", "index_add", "index_copy", "index_put", "index_select"),
     *("scatter", "scatter_add", "scatter_reduce"),
 )
+# Functions of sequences, which may have the samples along the second axis.
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 @register(
@@ -131,7 +133,8 @@ class FunctionDerivatives(AutomaticDerivatives):
             refuse_totals(call)
         if None in call.layouts_in:
             self._assume_rows(call, of_indices=False)
-            if not any(layout is not None and layout.is_batched for layout in call.layouts_in):
+            has_none = not any(one is not None and one.is_batched for one in call.layouts_in)
+            if has_none and not call.relied_on:  # asked again, masks and indices stay as they are
                 self._assume_rows(call, of_indices=True)
         call.note("affine", False)
         found = self._tried(call)
@@ -336,6 +339,11 @@ def _advice(call: Call) -> str:
     has_indices = any(x.dtype in (torch.int64, torch.int32) for x in tensors)
     if has_indices and getattr(call.module, "name", None) in BY_INDICES:
         advice = f" {NODES_OF_GRAPHS}"
+    if getattr(call.module, "name", None) in RECURRENT:
+        advice = (
+            " If the sequence comes first, backpack.assign_samples(x, numbers), with numbers in "
+            "the shape of x, says which sample each entry belongs to; or use batch_first=True."
+        )
     read = [len(shape) for shape in call.shape_in if shape is not None]
     if len(read) < 2 or max(read) >= min(map(len, call.shape_out)):
         return advice

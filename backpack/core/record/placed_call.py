@@ -88,7 +88,7 @@ class PlacedCall(ModuleState):
             mark.layout = mark.layout or find(x)
             if mark.layout is None:
                 return False
-        self.misplaced, self.awaits_functions = None, False
+        self.misplaced, self.awaits_functions, self.relied_on = None, False, ()
         for mark in (o for o in self.origins_out if o is not None):
             mark.lost = None
         self._note_samples(self.inputs, [None if o is None else o.layout for o in self.origins_in])
