@@ -241,6 +241,12 @@ CASES: list[tuple[Run, str] | tuple[Run, str, tuple[Tensor, Tensor]]] = [
     (lambda m, x, y: torch.slice_scatter(x, y[:, :2], 1, end=2), "Slicing slice_scatter"),
     (lambda m, x, y: x.masked_fill(y > 0.5, 0), "gt masked_fill"),
     (lambda m, x, y: x.masked_select(y > 0.5), "gt masked_select"),
+    (lambda m, x, y: (y > 0.5).nonzero()[:, 1], "gt nonzero Slicing"),
+    (lambda m, x, y: x[(y > 0.5).nonzero(as_tuple=True)], "gt nonzero getitem"),
+    (
+        lambda m, x, y: x[:, pair(torch.nonzero(y[0, 0] > 0.5, as_tuple=True))[0] % 4],
+        "Slicing gt nonzero ReduceTuple remainder getitem",
+    ),
     (lambda m, x, y: torch.where(x > y, x, y), "gt where"),
     (lambda m, x, y: F.pad(x, (1, 2)), "Pad"),
     (lambda m, x, y: F.pad(x, pad=(1, 2, 0, 1), mode="constant", value=3.0), "Pad"),

@@ -30,6 +30,7 @@ from backpack.core.record.kinds import (
     Kind,
     attribute_kind,
     item_kind,
+    nonzero_kind,
     reduction_kind,
     where_kind,
 )
@@ -153,7 +154,8 @@ TABLE: tuple[Row, ...] = (
     ),
     Row("torch.index_add .index_add .index_copy .index_fill torch.index_put .index_put"),
     Row("torch.slice_scatter .slice_scatter torch.select_scatter .select_scatter"),
-    Row("torch.masked_select .masked_select torch.nonzero .nonzero torch.argwhere .argwhere"),
+    Row("torch.masked_select .masked_select torch.argwhere .argwhere"),
+    Row("torch.nonzero .nonzero", None, nonzero_kind),
     Row("torch.where .where", None, where_kind, treatment=ENTRIES),
     Row("F.pad torch._C._nn.pad", layer(to.pad)),
     # the same values, elsewhere or as another type

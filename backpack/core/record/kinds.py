@@ -134,3 +134,8 @@ def reduction_kind(input: Any, *args: Any, **kwargs: Any) -> Kind:
 def where_kind(*args: Any, **kwargs: Any) -> Kind:
     """``where(condition)`` are indices along each axis."""
     return TENSORS if len(args) + len(kwargs) == 1 else TENSOR
+
+
+def nonzero_kind(input: Any = None, *, as_tuple: Any = False) -> Kind:
+    """``nonzero(x)`` is a tensor, ``nonzero(x, as_tuple=True)`` are indices along each axis."""
+    return TENSORS if as_tuple else TENSOR
