@@ -2614,3 +2614,24 @@ def test_advice_for_sequences_first(converter: Any) -> None:
         model.parameters(), oracle.batch_grad(plain, nn.CrossEntropyLoss(), X, y), strict=True
     ):
         assert_close(p.grad_batch, grads)
+class Exchanged(nn.Module):
+    """A product of parameters, with its axes in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.rand(2, 1)), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3, 2] -> [N, 2]."""
+        h = torch.einsum("nsi,io->nos", x, self.weight)
+        return self.last(h.transpose(0, 2).movedim(2, 0).flatten(1))
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_single_sample_is_mixed_with_no_other(samples: int) -> None:
+    """Behind an axis of one entry that was taken for its own, warnings said that it is."""
+    output = extend(Exchanged(), use_converter="record")(torch.rand(samples, 3, 2))
+    exts = extensions.Variance(), extensions.BatchDiagGGNExact()
+    with warnings.catch_warnings(), backpack(*exts):
+        warnings.simplefilter("error")
+        extend(nn.CrossEntropyLoss())(output, torch.zeros(samples, dtype=torch.long)).backward()

@@ -227,7 +227,9 @@ class SampleFlow:
         if call.derivatives.batch_axis is not BatchAxis.FIXED and layout.place(shape) is not None:
             return  # its rule looks for them along all axes
         before, samples = layout.before, layout.samples
-        if axis == 0:
+        if samples == 1:
+            are_apart = True  # it may be along any axis of one entry
+        elif axis == 0:
             are_apart = shape[0] % (before * samples) == 0
         else:
             are_apart = (math.prod(shape[:axis]), shape[axis]) == (before, samples)
