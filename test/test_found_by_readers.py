@@ -2635,3 +2635,64 @@ def test_a_single_sample_is_mixed_with_no_other(samples: int) -> None:
     with warnings.catch_warnings(), backpack(*exts):
         warnings.simplefilter("error")
         extend(nn.CrossEntropyLoss())(output, torch.zeros(samples, dtype=torch.long)).backward()
+
+
+class ByLabel(nn.Module):
+    """Reads entries of the first layer in a way that depends on a label or a shape."""
+
+    def __init__(self, how: Callable[[Tensor, Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.how, self.table = how, nn.Parameter(torch.rand(3, 3))
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 4] -> [N, 2]."""
+        return self.last(self.how(self.first(x[:, :3]).tanh(), x[:, 3].long(), self.table))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda h, labels, table: h + table[labels],
+        lambda h, labels, table: h * torch.zeros_like(h).scatter(1, labels.unsqueeze(1), 1.0),
+        lambda h, labels, table: (
+            h * table.mean() + table.gather(0, labels.unsqueeze(1).expand(-1, 3))
+        ),
+    ],
+    ids=["index", "scatter", "gather"],
+)
+@pytest.mark.parametrize("route", ["trace", "record"])
+@pytest.mark.parametrize("label", [0, 2])
+def test_samples_that_all_have_the_last_label(how: Any, route: Any, label: int) -> None:
+    """Other indices that were tried in place of theirs were out of range: an error."""
+    X = torch.cat([torch.rand(2, 3), torch.full((2, 1), float(label))], 1).double()
+    assert_first_and_second_order(ByLabel(how).double(), route, X)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda h, labels, table: (h.unsqueeze(1) * torch.ones(3, 3).tril().to(h)).sum(1),
+        lambda h, labels, table: (h.unsqueeze(1) * torch.ones(3, 3).tril().type_as(h)).sum(1),
+        lambda h, labels, table: (h.unsqueeze(1) * table.to(h)).sum(1),
+    ],
+    ids=["to", "type_as", "parameter"],
+)
+@pytest.mark.parametrize("route", ["trace", "record"])
+def test_tables_of_the_type_of_samples(how: Any, route: Any) -> None:
+    """As many rows as there are samples were taken for those of the tensor that has the type."""
+    assert_first_and_second_order(ByLabel(how).double(), route, torch.rand(3, 4).double())
+
+
+def assert_first_and_second_order(model: nn.Module, route: Any, X: Tensor) -> None:
+    """Compare individual gradients and both diagonals with those of plain autograd."""
+    y, loss = torch.zeros_like(model(X)), nn.MSELoss()
+    each = oracle.batch_grad(copy.deepcopy(model), loss, X, y)
+    ggn = oracle.ggn_diag(copy.deepcopy(model), loss, X, y)
+    hessian = oracle.hessian_diag(copy.deepcopy(model), loss, X, y)
+    exts = extensions.BatchGrad(), extensions.DiagGGNExact(), extensions.DiagHessian()
+    with backpack(*exts):
+        extend(loss)(extend(model, use_converter=route)(X), y).backward()
+    for p, *expected in zip(model.parameters(), each, ggn, hessian, strict=True):
+        if p.grad is not None:
+            assert_close([p.grad_batch, p.diag_ggn_exact, p.diag_h], expected)

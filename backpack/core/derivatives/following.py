@@ -25,7 +25,7 @@ from backpack.core.record.alive import all_live_calls
 from backpack.core.record.calls import Call
 from backpack.core.record.data_flow import tensors_in
 from backpack.core.record.data_notes import assigned, has_numbers
-from backpack.core.record.kinds import CONSTANT, ENTRIES, MEMORY, MOVES, RESHAPES
+from backpack.core.record.kinds import CASTS, CONSTANT, ENTRIES, MEMORY, MOVES, RESHAPES
 from backpack.core.record.layout import CPU, Layout
 from backpack.core.record.lookup import treatment
 from backpack.custom_module.branching import SumModule
@@ -67,6 +67,8 @@ class Following:
         self.treatment = treatment_by(self.call.module)
         pairs = enumerate(self.call.layouts_in)
         self.batched = {i: one for i, one in pairs if one is not None and one.is_batched}
+        if self.treatment == CASTS:  # others only say what type
+            self.batched = {i: one for i, one in self.batched.items() if i == 0}
 
     def conditions(self) -> Conditions | None:
         """Return what the answer depends on besides shapes; None if that is more than can be told.
@@ -220,6 +222,8 @@ class Following:
     @property
     def _is_of_entries(self) -> bool:
         shapes = [shape for shape in self.call.shape_in if shape is not None]
+        if self.treatment == CASTS:
+            return shapes[:1] == [*self.shapes]
         if self.treatment != ENTRIES:
             return False
         try:
@@ -479,6 +483,8 @@ def _draw(x: Tensor, generator: torch.Generator, positive: bool) -> tuple[Tensor
         one, other = (torch.view_as_complex(normal) if parts else normal).to(x)
         return one, other
     low, high = (0, 1) if x.dtype == torch.bool or not x.numel() else (int(x.min()), int(x.max()))
+    if low == high > 0:  # perhaps the last index
+        low -= 1
     count = max(high - low, 1) + 1
     place: Any = {"generator": generator, "device": generator.device}
     values = torch.randint(count, x.shape, **place)

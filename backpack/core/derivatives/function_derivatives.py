@@ -29,7 +29,7 @@ from backpack.core.record.data_flow import (
     tensors_in,
 )
 from backpack.core.record.generators import evaluated_alike
-from backpack.core.record.kinds import ENTRIES
+from backpack.core.record.kinds import CASTS, ENTRIES
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.module_state import cast
 from backpack.core.record.origins import flatten_outputs
@@ -125,7 +125,7 @@ class FunctionDerivatives(AutomaticDerivatives):
         tensors += zip(call.layouts_out, call.shape_out, strict=True)
         batched = [one for one in tensors if one[0] is not None and one[0].is_batched]
         places = {(one.facts, shape) for one, shape in batched if one is not None}
-        return len(places) == 1 and treatment_by(call.module) == ENTRIES
+        return len(places) == 1 and treatment_by(call.module) in (CASTS, ENTRIES)
 
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are in the outputs by trying; an error if they are combined."""

@@ -19,6 +19,7 @@ from backpack.core.record import conversions as to
 from backpack.core.record import functional_layers as layers
 from backpack.core.record.conversions import Apply, dropout, layer, loss
 from backpack.core.record.kinds import (
+    CASTS,
     CONSTANT,
     ENTRIES,
     MEMORY,
@@ -162,12 +163,13 @@ TABLE: tuple[Row, ...] = (
     *_rows(
         "operator.pos torch.positive .positive",
         ".contiguous",
-        ".to .type .type_as .float .double .half .bfloat16 .long .int .bool",
+        ".float .double .half .bfloat16 .long .int .bool",
         ".cpu .cuda",
         "torch.detach .detach",
         is_view=True,
         treatment=ENTRIES,
     ),
+    Row(".to .type .type_as", is_view=True, treatment=CASTS),
     Row(".requires_grad_", is_view=True, keep=True, treatment=ENTRIES),
     # functions of each entry
     *_rows(

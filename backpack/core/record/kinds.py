@@ -24,6 +24,7 @@ UNKNOWN: Final = "unknown"
 
 # What a function does with the entries of its tensors.
 ENTRIES: Final = "entries"  # each entry of the result depends on those at its place, broadcast
+CASTS: Final = "casts"  # the result has the first argument's entries, perhaps as another type
 MOVES: Final = "moves"  # each entry of the result is one of the first argument's, or a constant
 MEMORY: Final = "memory"  # each entry of the result is the one at a place in memory
 CONSTANT: Final = "constant"  # no entry of the result depends on those of the first argument
