@@ -2696,3 +2696,48 @@ def assert_first_and_second_order(model: nn.Module, route: Any, X: Tensor) -> No
     for p, *expected in zip(model.parameters(), each, ggn, hessian, strict=True):
         if p.grad is not None:
             assert_close([p.grad_batch, p.diag_ggn_exact, p.diag_h], expected)
+
+
+class Masked(nn.Module):
+    """Attention with a mask, or weights, that are the same for all samples: ``[1, T, T]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(5, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """[N, T] -> [N, 3]."""
+        h = self.embedding(tokens)
+        return self.last(F.scaled_dot_product_attention(h, h, h, attn_mask=mask).mean(1))
+
+
+@pytest.mark.parametrize("kind", ["mask", "weights"])
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_a_mask_of_one_row_is_no_sample(kind: str, samples: int) -> None:
+    """It was taken for one where there are as many samples as tokens: sums of gradients."""
+    model, tokens = Masked().double(), torch.randint(5, (samples, 3))
+    mask = torch.ones(1, 3, 3).tril()
+    mask = mask.bool() if kind == "mask" else mask.double()
+    y, loss = torch.zeros(samples, 3).double(), nn.MSELoss()
+    plain = copy.deepcopy(model)
+    each = oracle.batch_grad(Called(plain, mask), loss, tokens, y)
+    converted = extend(model, use_converter=True)
+    if kind == "weights" and samples == 3:  # all may be one sample, and the tokens a table
+        with backpack(extensions.BatchGrad()), pytest.raises(ValueError, match=r"assign_samples\("):
+            extend(loss)(converted(tokens, mask), y).backward()
+        assign_samples(mask, None)
+    with backpack(extensions.BatchGrad()):
+        extend(loss)(converted(tokens, mask), y).backward()
+    for p, grads in zip(model.parameters(), each, strict=True):
+        assert_close(p.grad_batch, grads)
+
+
+class Called(nn.Module):
+    """A model that is called with another argument as well."""
+
+    def __init__(self, model: nn.Module, *others: Tensor):
+        super().__init__()
+        self.model, self.others = model, others
+
+    def forward(self, x: Tensor) -> Any:
+        return self.model(x, *self.others)

@@ -53,8 +53,8 @@ DENSE = frozenset({(torch.strided, False)})
 # Key in the metadata of nodes of calls that are not recorded, which backward passes tell.
 MISSED = "backpack missed"
 NO_SAMPLES = (
-    "Give what has no samples, such as a table, an axis of one entry in front (x[None]), or make "
-    "it a buffer of the model."
+    "Give what has no samples, such as a table, an axis of one entry in front (x[None]), make it a "
+    "buffer of the model, or say that it has none: backpack.assign_samples(x, None)."
 )
 
 
@@ -97,6 +97,8 @@ def note_inputs(
     inputs.samples = count = count or numbered or _number_of_samples(with_axes)
     inputs.others = {len(x) for x in with_axes} - {count, 1}
     inputs.rows = {id(x) for x in with_axes if isinstance(x, Parameter) and len(x) == count}
+    if count == 1:  # and what has more rows may be all of the data
+        inputs.doubtful = {len(x) for x in with_axes if x.dim() > 1} - {1}
     if inputs.others:
         inputs.choice = (
             f"{describe(module)} was called with tensors of shapes "
@@ -201,7 +203,8 @@ def _number_of_samples(tensors: Sequence[Tensor]) -> int:
         return next(iter(sizes), 0)
     # of other axes of tensors with so many rows; and how many axes these have
     inner = {n: {s for x in tensors if len(x) == n for s in x.shape[1:]} for n in sizes}
-    depth = {n: max(x.dim() for x in tensors if len(x) == n) for n in sizes}
+    rest = [x for x in tensors if len(x) > 1 or x.dtype != torch.bool]  # masks are no data
+    depth = {n: max((x.dim() for x in rest if len(x) == n), default=0) for n in sizes}
 
     def is_inner(n: int) -> bool:
         """Whether n is a size inside of other tensors, as that of a mask is."""
@@ -231,7 +234,8 @@ def clear_inputs(module: Module, output: Any) -> None:
         layout, mark = layout_of(y), origin(y)
         if layout is None or mark is None or not y.dim() or len(y) not in inputs.others:
             continue
-        if layout.is_batched and (layout.is_first(y.shape) or not layout.assumed):
+        is_known = layout.is_first(y.shape) or not layout.assumed
+        if layout.is_batched and is_known and len(y) not in inputs.doubtful:
             continue
         mark.lost = (
             f"{inputs.choice}, but an output of shape {list(y.shape)} does not have them along its "

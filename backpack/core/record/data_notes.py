@@ -40,6 +40,7 @@ class Inputs:
     known: list[Layout] = field(default_factory=list)  # of inputs that others say it of
     samples: int = 0  # their number
     others: set[int] = field(default_factory=set)  # what else may be that: sizes of first axes
+    doubtful: set[int] = field(default_factory=set)  # those that an output of the samples tells
     choice: str = ""  # what was taken for the samples, in words
     rows: set[int] = field(default_factory=set)  # ids of parameters with a row for each sample
 
