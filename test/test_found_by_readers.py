@@ -2722,14 +2722,58 @@ def test_a_mask_of_one_row_is_no_sample(kind: str, samples: int) -> None:
     plain = copy.deepcopy(model)
     each = oracle.batch_grad(Called(plain, mask), loss, tokens, y)
     converted = extend(model, use_converter=True)
-    if kind == "weights" and samples == 3:  # all may be one sample, and the tokens a table
-        with backpack(extensions.BatchGrad()), pytest.raises(ValueError, match=r"assign_samples\("):
-            extend(loss)(converted(tokens, mask), y).backward()
-        assign_samples(mask, None)
     with backpack(extensions.BatchGrad()):
         extend(loss)(converted(tokens, mask), y).backward()
     for p, grads in zip(model.parameters(), each, strict=True):
         assert_close(p.grad_batch, grads)
+
+
+class Weighted(nn.Module):
+    """Reads a table, or a scale, that is the same for all samples."""
+
+    def __init__(self, table_first: bool) -> None:
+        super().__init__()
+        self.table_first, self.layer = table_first, nn.Linear(3, 3)
+
+    def forward(self, *both: Tensor) -> Tensor:
+        """[N, 3] or [N, T, 3] -> [N, 3]."""
+        table, x = both if self.table_first else both[::-1]
+        h = self.layer(x).tanh() * (table if x.dim() == table.dim() else table[0])
+        return h.mean(1) if h.dim() > 2 else h
+
+
+@pytest.mark.parametrize("table_first", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "table", "is_clear"),
+    [((3, 2, 3), (1, 2, 3), True), ((3, 3), (1, 1, 3), False)],
+    ids=str,
+)
+def test_a_table_of_one_row_is_no_sample(
+    shape: tuple[int, ...], table: tuple[int, ...], is_clear: bool, table_first: bool
+) -> None:
+    """Or it is not clear, and an error says what to do: it was silently the only sample."""
+    model, x, one = (
+        Weighted(table_first).double(),
+        torch.rand(shape).double(),
+        torch.rand(table).double(),
+    )
+    y, loss = torch.zeros(len(x), 3).double(), nn.MSELoss()
+    both = (one, x) if table_first else (x, one)
+    plain = copy.deepcopy(model)
+    each = torch.autograd.functional.jacobian(
+        lambda w: (
+            torch.func.functional_call(plain, {"layer.weight": w}, both).square().mean(1) / len(x)
+        ),
+        plain.layer.weight,
+    )
+    converted = extend(model, use_converter="record")
+    if not is_clear:
+        with backpack(extensions.BatchGrad()), pytest.raises(ValueError, match=r"assign_samples\("):
+            extend(loss)(converted(*both), y).backward()
+        assign_samples(one, None)
+    with backpack(extensions.BatchGrad()):
+        extend(loss)(converted(*both), y).backward()
+    assert_close(model.layer.weight.grad_batch, each)
 
 
 class Called(nn.Module):

@@ -97,8 +97,8 @@ def note_inputs(
     inputs.samples = count = count or numbered or _number_of_samples(with_axes)
     inputs.others = {len(x) for x in with_axes} - {count, 1}
     inputs.rows = {id(x) for x in with_axes if isinstance(x, Parameter) and len(x) == count}
-    if count == 1:  # and what has more rows may be all of the data
-        inputs.doubtful = {len(x) for x in with_axes if x.dim() > 1} - {1}
+    if count == 1:
+        inputs.doubtful = _doubtful(with_axes)
     if inputs.others:
         inputs.choice = (
             f"{describe(module)} was called with tensors of shapes "
@@ -201,10 +201,8 @@ def _number_of_samples(tensors: Sequence[Tensor]) -> int:
     sizes = [len(x) for x in tensors]
     if len(set(sizes)) < 2:
         return next(iter(sizes), 0)
-    # of other axes of tensors with so many rows; and how many axes these have
+    # of other axes of tensors with so many rows
     inner = {n: {s for x in tensors if len(x) == n for s in x.shape[1:]} for n in sizes}
-    rest = [x for x in tensors if len(x) > 1 or x.dtype != torch.bool]  # masks are no data
-    depth = {n: max((x.dim() for x in rest if len(x) == n), default=0) for n in sizes}
 
     def is_inner(n: int) -> bool:
         """Whether n is a size inside of other tensors, as that of a mask is."""
@@ -212,15 +210,39 @@ def _number_of_samples(tensors: Sequence[Tensor]) -> int:
             if n not in inner[m] or m in inner[n]:
                 continue
             is_usual = n == sizes[0] and sizes.count(n) > sizes.count(m)
-            # one row may be a sample, or a table of one row: the larger tensors are the data
-            is_larger = depth[m] > depth[n] or (depth[m] == depth[n] and sizes[0] == 1)
-            if not is_usual and (m > 1 or is_larger):
+            if not is_usual and (m > 1 or _are_tables(n, tensors)):
                 return True
         return False
 
     found = [n for n in inner if not is_inner(n)] or [*inner]
     several = [n for n in found if n > 1] or found
     return max(several, key=sizes.count, default=0)
+
+
+def _are_tables(n: int, tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors of n rows are tables for those of one row: the larger ones are the data.
+
+    Else one row is the table, such as a mask, or as what has the other axes of the data. Tokens
+    are data if they come first.
+    """
+    first, of_n = tensors[0], [x for x in tensors if len(x) == n]
+    of_one = [x for x in tensors if len(x) == 1 and x.dtype != torch.bool]
+    are_tokens = first.dim() > 1 and len(first) == n and not has_numbers(first)
+    if are_tokens or {x.shape[1:] for x in of_n if x.dim() > 2} & {x.shape[1:] for x in of_one}:
+        return False
+    depth, depth_of_n = (max((x.dim() for x in own), default=0) for own in (of_one, of_n))
+    return depth > depth_of_n or (depth == depth_of_n and len(first) == 1)
+
+
+def _doubtful(tensors: Sequence[Tensor]) -> set[int]:
+    """List what else may be the number of samples where one row was taken for them.
+
+    An output of as many rows tells, unless those are rows of the sample: ``[1, T, H]`` comes first.
+    """
+    first = tensors[0]
+    of_sample = first.shape[1] if len(first) == 1 and first.dim() > 2 else 1
+    unlike = (x for x in tensors if len(x) != of_sample or x.dim() >= first.dim())
+    return {len(x) for x in unlike if x.dim() > 1} - {1}
 
 
 def clear_inputs(module: Module, output: Any) -> None:
