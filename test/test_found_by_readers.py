@@ -2785,3 +2785,30 @@ class Called(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.model(x, *self.others)
+
+
+class Steps(nn.Module):
+    """A recurrent network of its own, which has the steps along the first axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.last = nn.RNNCell(2, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, N, 2] -> [N, 2]."""
+        h = torch.zeros(x.shape[1], 3)
+        for step in x:
+            h = self.cell(step, h) + self.cell(step.flip(1), h)
+        return self.last(h)
+
+
+def test_an_error_tells_how_to_say_where_the_samples_are() -> None:
+    """It spoke of samples that are combined, where data has them along another axis."""
+    model, x = extend(Steps(), use_converter="record"), torch.rand(4, 3, 2)
+    loss = extend(nn.MSELoss())
+    with backpack(extensions.BatchGrad()), pytest.raises(ValueError, match=r"assign_samples\(x"):
+        loss(model(x), torch.zeros(3, 2)).backward()
+    assign_samples(x, torch.arange(3)[:, None].expand_as(x))
+    with backpack(extensions.BatchGrad()):
+        loss(model(x), torch.zeros(3, 2)).backward()
+    assert model.last.weight.grad_batch.shape == (3, 2, 3)

@@ -14,6 +14,7 @@ from backpack.core import fast
 from backpack.core.derivatives.interface import Interface
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
+from backpack.core.record.data_flow import assumption_behind
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.visits import Visit
 from backpack.core.rows import Rows, row_numbers
@@ -206,7 +207,7 @@ class SampleAxes(Interface):
             raise ValueError(
                 f"{call!r} combines different samples of the batch: those of its inputs come in "
                 "different orders, because a function before has rearranged or chosen some. "
-                "Extensions need modules that act on each sample alone."
+                f"Extensions need modules that act on each sample alone.{assumption_behind(known)}"
             )
 
     def _check_leading(self, call: Call, layout: Layout, shape: Size) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from backpack.core.engine import checks
 from backpack.core.engine.results import Writer
-from backpack.core.record.data_flow import NODES_OF_GRAPHS
+from backpack.core.record.data_flow import NODES_OF_GRAPHS, SAY_SO
 from backpack.utils.warning import warn
 
 # Nodes of the autograd graph that add up chosen rows.
@@ -21,7 +21,6 @@ LOSS_THAT_MIXES = (
     "is compared with: that is another p.grad, and not private."
 )
 
-SAY_SO = "If data has its samples along another axis, backpack.assign_samples(x, numbers) says so."
 
 FUNCTIONS_THAT_MIX = (
     "If functions just move the samples from the first axis, use "

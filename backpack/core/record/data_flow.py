@@ -50,6 +50,8 @@ FILLING_UP = {"to_dense", "to_padded_tensor"}
 OnMiss = Callable[[str, Iterable[Parameter]], None]
 FORM = operator.attrgetter("layout", "is_nested")
 DENSE = frozenset({(torch.strided, False)})
+# Number of axes of data that may be sequences, [T, N, *].
+SEQUENCE = 3
 # Key in the metadata of nodes of calls that are not recorded, which backward passes tell.
 MISSED = "backpack missed"
 NO_SAMPLES = (
@@ -58,6 +60,7 @@ NO_SAMPLES = (
 )
 
 
+SAY_SO = "If data has its samples along another axis, backpack.assign_samples(x, numbers) says so."
 NODES_OF_GRAPHS = (
     "If rows are the nodes of several graphs, each graph is a sample: backpack.assign_samples(x, "
     "graph) says which one each row belongs to, before the model that extend(model, "
@@ -291,8 +294,11 @@ def assumption_behind(layouts: Iterable[Layout]) -> str:
     layouts = [*layouts]
     known: set[Layout] = set().union(*(layout.ancestors for layout in layouts))
     for inputs in running():
-        if inputs.others and any(known & one.ancestors for one in _layouts_of(inputs)):
+        given = [one for one in _layouts_of(inputs) if known & one.ancestors]
+        if given and inputs.others:
             return f" {inputs.choice}. If that is wrong: {NO_SAMPLES}"
+        if any(one.dims == SEQUENCE for one in given):
+            return f" {SAY_SO}"
     for call in all_live_calls():
         read = zip(call.inputs, call.layouts_in, strict=True)
         if any(one is not None and known & one.ancestors for one in call.layouts_out):
