@@ -2422,6 +2422,8 @@ def test_rows_of_a_table_in_another_order_than_their_samples() -> None:
     loss = extend(nn.CrossEntropyLoss())(model(3 * torch.rand(N, 3)), torch.tensor([0, 1, 1, 0]))
     with backpack(extensions.BatchGrad()), pytest.raises(ValueError, match="different samples"):
         loss.backward()
+
+
 class Masked(nn.Module):
     """Multiplies a weight with a tensor that is no buffer."""
 
@@ -2614,6 +2616,8 @@ def test_advice_for_sequences_first(converter: Any) -> None:
         model.parameters(), oracle.batch_grad(plain, nn.CrossEntropyLoss(), X, y), strict=True
     ):
         assert_close(p.grad_batch, grads)
+
+
 class Exchanged(nn.Module):
     """A product of parameters, with its axes in another order."""
 
