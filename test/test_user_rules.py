@@ -623,6 +623,70 @@ def test_methods_that_are_not_told_the_rows(kind: str, rows: list[int] | None) -
     assert not any(shown & set(vars(m)) for m in model.modules())
 
 
+class CubeOfChild(Cube):
+    """``y = tanh(x³)``, of which a child computes the last function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = nn.Tanh()
+
+
+class Passing(nn.Identity):
+    """Returns its input."""
+
+
+class CubeOfChildDerivatives(ElementwiseDerivatives):
+    def df(self, c: Any) -> Any:
+        return (1 - (c.x**3).tanh() ** 2) * 3 * c.x**2
+
+    def d2f(self, c: Any) -> Any:
+        y = (c.x**3).tanh()
+        return (1 - y**2) * (6 * c.x - 18 * y * c.x**4)
+
+
+@pytest.mark.parametrize("child", ["curved", "with a rule"])
+def test_parts_of_a_module_with_a_rule_have_no_curvature_of_their_own(child: str) -> None:
+    """It was added to that of the module, which includes it."""
+    module = Cube() if child == "with a rule" else CubeOfChild()
+    register(Cube)(CubeDerivatives)
+    register(CubeOfChild)(CubeOfChildDerivatives)
+    if child == "with a rule":  # of some extension, which need not take part
+        module.output = Passing()
+        extensions.BatchGrad().set_module_extension(Passing, ScaleBatchGrad(), overwrite=True)
+    model = nn.Sequential(nn.Linear(3, 3), module, nn.Sigmoid(), nn.Linear(3, 2))
+    batch, exts = data(), [extensions.DiagHessian(), extensions.BatchDiagHessian()]
+    blocks = truth(oracle.hessian_blocks, model, batch)
+    each = truth(oracle.batch_hessian_diag, model, batch)
+    params = run(model, *exts, extensions.HMP(), batch=batch)
+    check(params, "diag_h_batch", each)
+    check(params, "diag_h", [diagonal.sum(0) for diagonal in each])
+    for p, block in zip(params, blocks, strict=True):
+        units = torch.eye(p.numel()).reshape(-1, *p.shape)
+        torch.testing.assert_close(p.hmp(units).flatten(1), block, **TOLERANCE)
+
+
+class SquareThenLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x**2)
+
+
+class SquareThenLayerDerivatives(BaseDerivatives):
+    def vjp(self, c: Any, v: Any) -> Any:
+        return (v @ c.params["layer.weight"]) * 2 * c.x
+
+
+def test_a_part_with_parameters_that_returns_the_output_is_refused() -> None:
+    """Nothing arrived at its parameters, which had no results, without a word."""
+    register(SquareThenLayer)(SquareThenLayerDerivatives)
+    model = nn.Sequential(nn.Linear(3, 3), SquareThenLayer(), nn.Linear(3, 2))
+    with pytest.raises(ValueError, match=r"is a part of '1' .SquareThenLayer.*includes_children"):
+        run(model, extensions.DiagGGNExact(), batch=data())
+
+
 class DoubledLoss(nn.CrossEntropyLoss):
     pass
 

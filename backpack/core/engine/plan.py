@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import gcd, prod
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -104,6 +104,7 @@ class Plan:
         producers: Who computed the tensor of an origin.
         going_on: Calls that have an input which another one has computed.
         after_loss: The losses themselves, and modules that combine their values.
+        parts: Calls inside of others that have a rule, if some have parameters.
         base: Number of samples; the number of rows of every call is a multiple. 0 if there is none.
         mixing: Whether a module mixes the samples of the batch.
         size: Number of entries of all parameters that are used.
@@ -121,7 +122,8 @@ class Plan:
                 self.uses.setdefault(p, []).append((call, name))
         self.losses: list[Visit] = []
         self.producers: dict[Origin | None, Producer] = {}
-        self.mixing = False
+        self.parts: Collection[Visit] = ()
+        self.mixing = has_parts = False
         self.bytes = self.size = 0
         for call in self.calls:
             if call.is_loss:
@@ -130,7 +132,10 @@ class Plan:
                 self.mixing = True
             for slot, origin in enumerate(call.origins_out):
                 if origin is not None:
+                    has_parts = has_parts or origin in self.producers
                     self.producers[origin] = Producer(call, slot)
+        if has_parts:
+            self._leave_out_parts()
         if len(self.losses) > 1:
             self._leave_out_inner_losses()
         self.going_on: set[Visit] = set()
@@ -150,6 +155,31 @@ class Plan:
         self.read_by_functions: dict[Tensor, Visit] = {}  # see find_gap
         self._passages: dict[tuple[int, ...] | None, list[Passage]] = {}
         compute_in_one_precision(self.calls)
+
+    def _leave_out_parts(self) -> None:
+        """Leave out what calls with a rule have run inside: the rule has their derivatives, too.
+
+        What returns the output of a later call is a part of that, and what parts alone read. If
+        parts have parameters, all stay, for :meth:`find_unreached` to tell.
+        """
+        parts: set[Visit] = set()
+        others: set[Origin | None] = set()  # what is read by calls that are no parts
+        inside: set[Origin | None] = set()
+        for call in reversed(self.calls):
+            known = set(call.origins_out) - {None}
+            is_made_later = known and all(self.producers[o].call is not call for o in known)
+            if is_made_later or (not known.isdisjoint(inside) and known.isdisjoint(others)):
+                parts.add(call)
+                inside.update(call.origins_in)
+            else:
+                others.update(call.origins_in)
+        if any(call.trained for call in parts):
+            self.parts = parts
+            return
+        self.calls = [call for call in self.calls if call not in parts]
+        self.losses = [call for call in self.losses if call not in parts]
+        self.mixing = any(call.couples_samples for call in self.calls)
+        self.producers = {o: p for o, p in self.producers.items() if p.call not in parts}
 
     def _leave_out_inner_losses(self) -> None:
         """Take losses of each sample whose values the network goes on with for functions."""
@@ -437,7 +467,7 @@ class Plan:
             if call in self.losses:
                 fed.update(map(call.origins_in.__getitem__, self.predictions[call]))
             elif call not in self.after_loss:
-                if not fed.intersection(call.origins_out):
+                if call in self.parts or not fed.intersection(call.origins_out):
                     return call
                 fed.update(call.origins_in)
             fed.discard(None)

@@ -308,9 +308,9 @@ def assumption_behind(layouts: Iterable[Layout]) -> str:
                     "which is no argument of the model. Let it be one."
                 )
             break
-    given = {one.root for inputs in running() for one in _layouts_of(inputs)}
-    is_other = any(one.assumed and given.isdisjoint(one.ancestors) for one in layouts)
-    return OTHER_DATA if given and is_other else ""
+    roots = {one.root for inputs in running() for one in _layouts_of(inputs)}
+    is_other = any(one.assumed and roots.isdisjoint(one.ancestors) for one in layouts)
+    return OTHER_DATA if roots and is_other else ""
 
 
 def tensors_in(value: Any) -> tuple[Tensor, ...]:
