@@ -2702,7 +2702,7 @@ def assert_first_and_second_order(model: nn.Module, route: Any, X: Tensor) -> No
             assert_close([p.grad_batch, p.diag_ggn_exact, p.diag_h], expected)
 
 
-class Masked(nn.Module):
+class MaskedTokens(nn.Module):
     """Attention with a mask, or weights, that are the same for all samples: ``[1, T, T]``."""
 
     def __init__(self) -> None:
@@ -2719,7 +2719,7 @@ class Masked(nn.Module):
 @pytest.mark.parametrize("samples", [1, 2, 3])
 def test_a_mask_of_one_row_is_no_sample(kind: str, samples: int) -> None:
     """It was taken for one where there are as many samples as tokens: sums of gradients."""
-    model, tokens = Masked().double(), torch.randint(5, (samples, 3))
+    model, tokens = MaskedTokens().double(), torch.randint(5, (samples, 3))
     mask = torch.ones(1, 3, 3).tril()
     mask = mask.bool() if kind == "mask" else mask.double()
     y, loss = torch.zeros(samples, 3).double(), nn.MSELoss()
@@ -2816,3 +2816,91 @@ def test_an_error_tells_how_to_say_where_the_samples_are() -> None:
     with backpack(extensions.BatchGrad()):
         loss(model(x), torch.zeros(3, 2)).backward()
     assert model.last.weight.grad_batch.shape == (3, 2, 3)
+
+
+class EachToken(nn.Module):
+    """Attention over the tokens of one text; an output for each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(5, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """[1, T] -> [T, 3]."""
+        h = self.embedding(tokens)
+        return self.last(F.scaled_dot_product_attention(h, h, h, attn_mask=mask)).view(-1, 3)
+
+
+@pytest.mark.parametrize("converter", [True, "record"])
+@pytest.mark.parametrize("kind", ["mask", "weights"])
+def test_tokens_of_one_text_with_a_mask_of_as_many_rows(kind: str, converter: Any) -> None:
+    tokens, mask = torch.randint(5, (1, 6)), torch.ones(6, 6).tril()
+    mask = mask.bool() if kind == "mask" else mask
+    model, loss, y = EachToken(), nn.CrossEntropyLoss(), torch.randint(3, (6,))
+    grads = torch.autograd.grad(loss(model(tokens, mask), y), [*model.parameters()])
+    with backpack(extensions.BatchGrad()):
+        extend(loss)(extend(model, use_converter=converter)(tokens, mask), y).backward()
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        assert_close(p.grad_batch, grad.unsqueeze(0))
+
+
+class OfNodes(nn.Module):
+    """Reads one graph, or a batch and a table: the shapes do not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+        """[1, T, 4] and [T, T, 4] -> [T, 3]."""
+        return self.last((self.first(nodes).unsqueeze(2) * edges).sum(2).tanh()).view(-1, 3)
+
+
+@pytest.mark.parametrize("converter", [True, "record"])
+def test_nodes_of_one_graph_that_might_be_a_table(converter: Any) -> None:
+    """They were silently taken for a table of positions, and edges for the samples."""
+    model = extend(OfNodes(), use_converter=converter)
+    loss = model(torch.rand(1, 5, 4), torch.rand(5, 5, 4)).square().sum()
+    message = "as many rows as the tensor of one row"
+    with pytest.raises(ValueError, match=message), backpack(extensions.BatchGrad()):
+        loss.backward()
+
+
+def test_one_sample_that_is_read_for_all() -> None:
+    """It mixes samples, though it is a view of the data: a warning."""
+
+    class Model(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[0](x[:1].expand(len(x), -1))
+
+    output = extend(Model(nn.Linear(3, 2)))(torch.rand(N, 3))
+    with pytest.warns(UserWarning, match="mixes the samples"), backpack(extensions.BatchGrad()):
+        output.sum().backward()
+
+
+class Sine(torch.autograd.Function):
+    """A function that nobody can read."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0].cos()
+
+
+@pytest.mark.parametrize("quantity", [extensions.DiagGGNExact, extensions.KFLR])
+def test_what_curvature_a_warning_refuses_has_none_of_the_step_before(quantity: Any) -> None:
+    model, loss = mlp(), extend(nn.CrossEntropyLoss())
+    X, y, ext = torch.rand(N, 3), torch.randint(2, (N,)), quantity()
+    ext._fail_mode = "WARNING"
+    extend(model)
+    with backpack(ext):
+        loss(model(X), y).backward()
+    hidden: Any = Sine.apply(model[:-1](X))
+    with pytest.warns(UserWarning, match="not a module"), backpack(ext):
+        loss(model[-1](hidden), y).backward()
+    assert not hasattr(model[0].weight, ext.savefield)
+    assert hasattr(model[-1].weight, ext.savefield)

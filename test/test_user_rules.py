@@ -665,6 +665,33 @@ def test_parts_of_a_module_with_a_rule_have_no_curvature_of_their_own(child: str
         torch.testing.assert_close(p.hmp(units).flatten(1), block, **TOLERANCE)
 
 
+class WithMemory(nn.Module):
+    """Returns what it has read as well, as the cells of recurrent networks do."""
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.tanh(x + h), x * h, h
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.last = nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)
+        self.step = WithMemory()
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.first(x)
+        out, product, h = self.step(z, self.act(z))
+        out, other, h = self.step(out, h)
+        return self.last(out + product * other + h)
+
+
+def test_what_returns_an_input_has_not_computed_it() -> None:
+    """What has is no part of it: its curvature was left out."""
+    model, batch = Remembering(), data()
+    expected = truth(oracle.hessian_diag, model, batch)
+    check(run(model, extensions.DiagHessian(), batch=batch), "diag_h", expected)
+
+
 class SquareThenLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()

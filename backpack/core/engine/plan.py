@@ -132,7 +132,8 @@ class Plan:
                 self.mixing = True
             for slot, origin in enumerate(call.origins_out):
                 if origin is not None:
-                    has_parts = has_parts or origin in self.producers
+                    is_made_again = origin in self.producers and origin not in call.origins_in
+                    has_parts = has_parts or is_made_again
                     self.producers[origin] = Producer(call, slot)
         if has_parts:
             self._leave_out_parts()
@@ -162,12 +163,14 @@ class Plan:
         What returns the output of a later call is a part of that, and what parts alone read. If
         parts have parameters, all stay, for :meth:`find_unreached` to tell.
         """
+        # who has returned a tensor last, but for those that have read it
+        made = {o: c for c in self.calls for o in c.origins_out if o not in c.origins_in}
         parts: set[Visit] = set()
         others: set[Origin | None] = set()  # what is read by calls that are no parts
         inside: set[Origin | None] = set()
         for call in reversed(self.calls):
-            known = set(call.origins_out) - {None}
-            is_made_later = known and all(self.producers[o].call is not call for o in known)
+            known = set(call.origins_out) - {None, *call.origins_in}
+            is_made_later = known and all(made[o] is not call for o in known)
             if is_made_later or (not known.isdisjoint(inside) and known.isdisjoint(others)):
                 parts.add(call)
                 inside.update(call.origins_in)

@@ -128,6 +128,9 @@ class SecondOrder:
             fail([ext for ext in self.exts if ext.rule_for(call.module) is None], reason)
         if gap is not None:
             fail(self.exts, gap, ValueError)
+        if gap or unreached or unsupported:  # a warning alone: what follows may be incomplete
+            for p in plan.uses:
+                self._save.leave_out(p, self.exts)
 
     def _tell_uncalled_layers(self, plan: Plan, sample_flow: SampleFlow) -> None:
         """Warn of parameters that functions have read, and no call: nothing is computed."""

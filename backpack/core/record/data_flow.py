@@ -102,6 +102,9 @@ def note_inputs(
     inputs.rows = {id(x) for x in with_axes if isinstance(x, Parameter) and len(x) == count}
     if count == 1:
         inputs.doubtful = _doubtful(with_axes)
+    elif _may_be_one(count, with_axes):
+        inputs.doubtful = {count}
+        inputs.others.add(count)
     if inputs.others:
         inputs.choice = (
             f"{describe(module)} was called with tensors of shapes "
@@ -240,12 +243,28 @@ def _are_tables(n: int, tensors: Sequence[Tensor]) -> bool:
 def _doubtful(tensors: Sequence[Tensor]) -> set[int]:
     """List what else may be the number of samples where one row was taken for them.
 
-    An output of as many rows tells, unless those are rows of the sample: ``[1, T, H]`` comes first.
+    An output of as many rows tells, unless those are rows of the sample, which comes first:
+    ``[1, T, H]``, or tokens ``[1, T]``, of which masks and tables have a row for each.
     """
     first = tensors[0]
-    of_sample = first.shape[1] if len(first) == 1 and first.dim() > 2 else 1
-    unlike = (x for x in tensors if len(x) != of_sample or x.dim() >= first.dim())
-    return {len(x) for x in unlike if x.dim() > 1} - {1}
+    are_tokens = first.dim() == 2 and not has_numbers(first) and first.dtype != torch.bool
+    has_rows = len(first) == 1 and (are_tokens or first.dim() > 2)
+    of_sample, depth = first.shape[1] if has_rows else 1, first.dim() + are_tokens
+
+    def is_unlike(x: Tensor) -> bool:
+        if len(x) != of_sample or x.dim() >= depth:
+            return True
+        return are_tokens and not has_numbers(x) and x.dtype != torch.bool  # perhaps the tokens
+
+    return {len(x) for x in tensors if x.dim() > 1 and is_unlike(x)} - {1}
+
+
+def _may_be_one(count: int, tensors: Sequence[Tensor]) -> bool:
+    """Whether what comes first is the only sample as well: ``[1, T, H]`` beside ``[T, T, H]``."""
+    first = tensors[0] if tensors else None
+    if first is None or len(first) != 1 or first.dim() < SEQUENCE or first.shape[1] != count:
+        return False
+    return any(len(x) == count and x.shape[1:] == first.shape[1:] for x in tensors)
 
 
 def clear_inputs(module: Module, output: Any) -> None:
@@ -262,10 +281,10 @@ def clear_inputs(module: Module, output: Any) -> None:
         is_known = layout.is_first(y.shape) or not layout.assumed
         if layout.is_batched and is_known and len(y) not in inputs.doubtful:
             continue
-        mark.lost = (
-            f"{inputs.choice}, but an output of shape {list(y.shape)} does not have them along its "
-            f"first axis. {NO_SAMPLES}"
-        )
+        has_none = "does not have them along its first axis"
+        is_open = "has as many rows as the tensor of one row may have of one sample"
+        why = is_open if len(y) == inputs.samples else has_none
+        mark.lost = f"{inputs.choice}, but an output of shape {list(y.shape)} {why}. {NO_SAMPLES}"
         for call in all_live_calls():
             if mark in call.origins_out:
                 call.misplaced = mark.lost

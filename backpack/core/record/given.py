@@ -56,7 +56,9 @@ class Strided:
         for (n, step), (m, other) in sorted(pairs, key=lambda pair: -pair[1][1]):
             first, rest = divmod(rest, other) if m > 1 and other else (0, rest)
             each, between = divmod(step, other) if other else (0, step)
-            if first + (n - 1) * each >= m or (n > 1 and between) or n > m:
+            is_repeated = n > 1 and not each and other != 0  # one entry, for all
+            is_beyond = first < 0 or first + (n - 1) * each >= m or n > m
+            if is_beyond or is_repeated or (n > 1 and between):
                 return False
         return rest == 0 and len(self.steps) == len(whole.steps)
 
