@@ -30,6 +30,7 @@ INTERNAL = (
     "backpack.utils.by_name",
     "backpack.utils.files",
     "backpack.utils.functional",
+    "backpack.utils.hooks",
     "backpack.utils.options",
     "backpack.utils.progress",
     "backpack.utils.warning",
