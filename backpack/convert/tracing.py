@@ -174,7 +174,7 @@ def _is_branching(frame: FrameType) -> bool:
 # --- Tracing --------------------------------------------------------------------------------------
 
 
-# What is replaced while a forward pass is traced.
+# While a forward pass is traced, the name stands for another function.
 _GETATTR = getattr
 # Attributes of what stands for a value; all others are those of the value.
 _OF_PROXIES = {"tracer", "node", "_node", "root", "attr", "tensor"}
@@ -642,13 +642,16 @@ class BackpackTracer(Tracer):
 
         Tensors of a size that is not known yet, training flags of functions of torch, random
         tensors, autograd functions of the user. And let ``isinstance(x, Tensor)`` and
-        ``torch.is_tensor(x)`` be true, ``hasattr(x, name)`` if tensors have such an attribute, and
-        ``callable(x)`` for methods. List errors in ``refused``, since the program may catch them.
+        ``torch.is_tensor(x)`` be true, ``hasattr(x, name)`` if tensors have such an attribute (else
+        ``getattr`` returns its default), and ``callable(x)`` for methods. List errors in
+        ``refused``, since the program may catch them.
         """
         thread = get_ident()  # others have the functions as they were
         asked: dict[str, Callable[..., Any]] = {
-            **{"isinstance": _is_instance, "callable": _is_callable},
-            **{"hasattr": _has_attribute, "getattr": _get_attribute},
+            "isinstance": _is_instance,
+            "callable": _is_callable,
+            "hasattr": _has_attribute,
+            "getattr": _get_attribute,
         }
         apply = vars(AutogradFunction)["apply"]
 

@@ -58,8 +58,6 @@ NO_SAMPLES = (
     "Give what has no samples, such as a table, an axis of one entry in front (x[None]), make it a "
     "buffer of the model, or say that it has none: backpack.assign_samples(x, None)."
 )
-
-
 SAY_SO = "If data has its samples along another axis, backpack.assign_samples(x, numbers) says so."
 NODES_OF_GRAPHS = (
     "If rows are the nodes of several graphs, each graph is a sample: backpack.assign_samples(x, "
