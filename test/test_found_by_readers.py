@@ -2904,3 +2904,21 @@ def test_what_curvature_a_warning_refuses_has_none_of_the_step_before(quantity: 
         loss(model[-1](hidden), y).backward()
     assert not hasattr(model[0].weight, ext.savefield)
     assert hasattr(model[-1].weight, ext.savefield)
+
+
+@pytest.mark.parametrize("route", [False, True, "record"], ids=str)
+def test_gradients_of_data_while_parameters_are_frozen(route: Any) -> None:
+    """Such as Langevin steps: second order wanted a loss, though nothing was to be computed."""
+    model, loss = extend(mlp(), use_converter=route), nn.CrossEntropyLoss()
+    X, y = batch()
+    with backpack(extensions.DiagGGNExact(), extensions.DiagHessian()):
+        model.requires_grad_(False)
+        moved = X.requires_grad_()
+        (slope,) = torch.autograd.grad(model(moved).square().sum(), moved)
+        model.requires_grad_(True)
+        moved = (X - 0.1 * slope).detach()
+        extend(loss)(model(moved), y).backward()
+    plain = copy.deepcopy(model)
+    ggn, hessian = (find(plain, loss, moved, y) for find in (oracle.ggn_diag, oracle.hessian_diag))
+    for p, *expected in zip(model.parameters(), ggn, hessian, strict=True):
+        assert_close([p.diag_ggn_exact, p.diag_h], expected)

@@ -24,6 +24,7 @@ from backpack.core.engine.sample_flow import SampleFlow
 from backpack.core.engine.separate_samples import separate_samples
 from backpack.core.lazy import lazy
 from backpack.core.record import alive
+from backpack.core.record.origins import has_parameters
 from backpack.core.record.visits import Visit
 from backpack.core.types import Extension
 from backpack.utils.warning import warn
@@ -77,9 +78,13 @@ class SecondOrder:
         exts = self.exts
         has_rules = any(ext.rules for ext in exts)
         has_results = has_rules or any(call.trained for call in calls)
-        if not has_results and any(call.params for call in calls):
+        has_loss = not has_results and any(call.is_loss for call in calls)
+        if not has_results and (
+            any(call.params for call in calls)
+            or not (has_loss or has_parameters(self._save.nodes))  # all are frozen
+        ):
             # such as for the gradient of an output with respect to data; or functions read others
-            if sample_flow is not None and any(call.is_loss for call in calls):
+            if sample_flow is not None and has_loss:
                 plan = Plan(calls)
                 plan.find_gap()
                 self._tell_uncalled_layers(plan, sample_flow)
