@@ -2922,3 +2922,64 @@ def test_gradients_of_data_while_parameters_are_frozen(route: Any) -> None:
     ggn, hessian = (find(plain, loss, moved, y) for find in (oracle.ggn_diag, oracle.hessian_diag))
     for p, *expected in zip(model.parameters(), ggn, hessian, strict=True):
         assert_close([p.diag_ggn_exact, p.diag_h], expected)
+
+
+class ByPass(torch.autograd.Function):
+    """A network whose backward pass is inside of that of a function, as in an adjoint method."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, network: nn.Module) -> Tensor:
+        ctx.network = network
+        ctx.save_for_backward(x)
+        return network(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.network(x).backward(grad)
+        return x.grad, None
+
+
+class PassInside(nn.Module):
+    """Some layers have a backward pass inside of another one."""
+
+    def __init__(self, way: Callable[[nn.Module, Tensor], Tensor], layers: slice) -> None:
+        super().__init__()
+        self.net, self.way, self.layers = mlp(), way, layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3] -> [N, 2]."""
+        start, stop, _ = self.layers.indices(len(self.net))
+        return self.net[stop:](self.way(self.net[self.layers], self.net[:start](x)))
+
+
+WAYS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "checkpoint": lambda network, x: checkpoint(network, x, use_reentrant=True),
+    "function": lambda network, x: ByPass.apply(x, network),
+}
+
+
+@pytest.mark.parametrize("layers", [slice(0, 2), slice(1, 3), slice(0, 3)], ids=str)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_joint_norms_of_passes_inside_of_others(
+    way: Callable[[nn.Module, Tensor], Tensor], layers: slice
+) -> None:
+    """Each pass clipped its own part, by the norms of that alone."""
+    model, loss, (X, y) = PassInside(way, layers), nn.CrossEntropyLoss(reduction="sum"), batch()
+    each = oracle.batch_grad(copy.deepcopy(model.net), loss, X, y)
+    value = extend(loss)(extend(model)(X.requires_grad_()), y)
+    if layers != slice(0, 3):
+        with (
+            backpack(extensions.ClippedGrad(0.1)),
+            pytest.raises(ValueError, match="together"),
+        ):
+            value.backward()
+        assert not any(hasattr(p, "grad_clipped") for p in model.parameters())
+        return
+    with backpack(extensions.ClippedGrad(0.1)):
+        value.backward()
+    norms = torch.stack([g.flatten(1).square().sum(1) for g in each]).sum(0).sqrt()
+    for p, grads in zip(model.parameters(), each, strict=True):
+        assert_close(p.clip_norms, norms)
+        assert_close(p.grad_clipped, einsum("n,n...->...", (0.1 / norms).clamp(max=1), grads))

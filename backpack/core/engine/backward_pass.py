@@ -61,6 +61,11 @@ NOT_LEFT_ALONE = (
     "over the context, would accumulate into p.grad. If it is that of torch.utils.checkpoint, use "
     "use_reentrant=False; else enter the context where backward() is called."
 )
+NOT_TOGETHER = (
+    "{} needs the individual gradients of all parameters together, but a backward pass runs inside "
+    "of another one, and each has a part of them. If it is that of torch.utils.checkpoint, use "
+    "use_reentrant=False."
+)
 _RULES = attrgetter("rules")
 
 
@@ -424,6 +429,7 @@ class Collector:
                     for call in self.deferred if self.trained.owed else ():
                         self.trained.accumulate(call)
             if self.results.collected:
+                self._check_together()
                 self.results.finish_extensions()
             if not self.combining.is_waiting:
                 self._mark_results()
@@ -435,6 +441,18 @@ class Collector:
                 self.second_order.run(self.calls, roots, bool(self.around), flow)
                 if self.results.collected:
                     self.results.finish_extensions()
+
+    def _check_together(self) -> None:
+        """Refuse what extensions make of all parameters, if other passes have some of these."""
+        others = self.inside.union(*(outer.inside for outer in self.around))
+        for outer in self.around:
+            others.update(*(call.trained.values() for call in outer.reached_calls.values()))
+        if others:
+            exts = list(self.results.collected)
+            for p in map(shards.home, others):
+                for ext in exts:
+                    results.forget(p, ext.savefield)
+            raise ValueError(NOT_TOGETHER.format(names_of(exts)))
 
     def _mark_results(self) -> None:
         """Say if samples were mixed, and note at the results what belongs to them."""
