@@ -2983,3 +2983,60 @@ def test_joint_norms_of_passes_inside_of_others(
     for p, grads in zip(model.parameters(), each, strict=True):
         assert_close(p.clip_norms, norms)
         assert_close(p.grad_clipped, einsum("n,n...->...", (0.1 / norms).clamp(max=1), grads))
+
+
+class ActNorm(nn.Module):
+    """Returns the logarithm of its determinant, which depends on no sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.rand(3)), nn.Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x + self.shift) * self.scale.exp(), self.scale.sum()
+
+
+class Turn(nn.Module):
+    """Does as well, in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ self.weight.T, torch.linalg.slogdet(self.weight)[1]
+
+
+class Flow(nn.Module):
+    """Normalises data: returns the negative logarithm of each sample's density."""
+
+    def __init__(self, total: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.total, self.layer = total, nn.Linear(3, 3)
+        self.steps = nn.ModuleList([ActNorm(), Turn(), ActNorm()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3] -> [N, 1]."""
+        z, volume = self.layer(x).tanh(), self.total(x)
+        for step in self.steps:
+            z, change = step(z)
+            volume = volume + change
+        return (0.5 * z.square().sum(1) - volume).unsqueeze(1)
+
+
+TOTALS: dict[str, Callable[[Tensor], Any]] = {
+    "number": lambda x: 0,
+    "zeros": lambda x: torch.zeros(x.shape[0]),
+    "new": lambda x: x.new_zeros(x.shape[0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize("samples", [1, 3, 4])
+@pytest.mark.parametrize("total", TOTALS.values(), ids=TOTALS)
+@pytest.mark.parametrize("route", [True, "record"], ids=str)
+def test_determinants_that_modules_of_a_flow_return(
+    route: Any, total: Callable[[Tensor], Any], samples: int
+) -> None:
+    """Where they were recorded, it ended in an IndexError of torch, or was refused as a mixture."""
+    assert_first_and_second_order(Flow(total), route, torch.randn(samples, 3))

@@ -274,7 +274,7 @@ def _leave_leaf(module: Module, args: Any, kwargs: Any, output: Any) -> Any:
         opens = "_backpack_open" in vars(module)  # another thread has opened it meanwhile
         leaves = tree_leaves(output)
         opens = opens or not _has_rows_of_samples(leaves) or any(map(_is_of_parameters, leaves))
-        suits = not (opens or "_backpack_whole" in vars(module)) and _calls_layers(
+        suits = not (opens or "_backpack_whole" in vars(module)) and _has_open_functions(
             module, tensors_among((*args, *kwargs.values())), leaves
         )
         run: Run | None = generators.evaluated_apart if opens or suits else None
@@ -374,13 +374,20 @@ def _is_of_parameters(x: Any) -> bool:
     return layout is not None and not layout.is_batched
 
 
-def _calls_layers(module: Module, inputs: Sequence[Tensor], outputs: Sequence[Any]) -> bool:
-    """Whether functions read parameters of a module that are layers then, such as ``F.linear``."""
+def _has_open_functions(module: Module, inputs: Sequence[Tensor], outputs: Sequence[Any]) -> bool:
+    """Whether functions are better recorded: they are layers, or one returns a number, too.
+
+    Layers read parameters, as ``F.linear`` does. What samples have to do with a number that is
+    returned beside what has some, such as a log-determinant, is not known of a module as a whole.
+    """
     own = set(map(id, module.parameters()))
-    computed = [y.grad_fn for y in outputs if isinstance(y, Tensor) and y.dim()]
+    differentiable = [y for y in outputs if isinstance(y, Tensor) and y.grad_fn]
+    computed = [y.grad_fn for y in differentiable if y.dim()]
     nodes = [*nodes_above(computed, until={x.grad_fn for x in inputs}.__contains__)]
     if any(map(is_foreign_function, nodes)):  # which would not be recorded
         return False
+    if 0 < len(computed) < len(differentiable):
+        return True
     for node in nodes:
         first = LAYERS.get(kind(node))
         read = () if first is None else node.next_functions[first:]

@@ -31,7 +31,8 @@ EXTEND_FIRST = (
 )
 DERIVATIVES = (
     "let a module without children, which has the parameters itself, compute the network and these "
-    "derivatives. GGN, Hessian and Jacobian of backpack.linalg take such models."
+    "derivatives (if that is the whole model, extend it without a converter). GGN, Hessian and "
+    "Jacobian of backpack.linalg take such models."
 )
 CONVERT = (
     "Use extend(model, use_converter=True), which follows functions of the forward pass, but no "
