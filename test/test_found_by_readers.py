@@ -3040,3 +3040,94 @@ def test_determinants_that_modules_of_a_flow_return(
 ) -> None:
     """Where they were recorded, it ended in an IndexError of torch, or was refused as a mixture."""
     assert_first_and_second_order(Flow(total), route, torch.randn(samples, 3))
+
+
+SPREADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "vector": lambda total, x: total * torch.tensor([1.0, 2.0]),
+    "expand": lambda total, x: total.expand(x.shape[0], 2),
+    "zeros": lambda total, x: torch.zeros(x.shape[0], 1) + total,
+    "stack": lambda total, x: torch.stack([total, total]),
+    "axes": lambda total, x: total[None, None],
+    "cat": lambda total, x: torch.cat([total.view(1, 1)] * x.shape[0]),
+    "layer": lambda total, x: F.linear(total.view(1, 1), torch.ones(2, 1)),
+}
+
+
+class AddsTotal(nn.Module):
+    """Adds a number of all samples to what each has, after functions of that number."""
+
+    def __init__(self, spread: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net, self.spread = mlp(), spread
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3] -> [N, 2]."""
+        h = self.net(x)
+        return h + self.spread(h.square().sum(), x)
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS)
+@pytest.mark.parametrize("route", [True, "record"], ids=str)
+def test_numbers_of_all_samples_that_get_axes(
+    route: Any, spread: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """They were silently taken for numbers of none: gradients of samples were those of mixtures."""
+    model, (X, y) = extend(AddsTotal(spread), use_converter=route), batch()
+    loss = nn.CrossEntropyLoss()(model(X[:3]), y[:3])
+    with (
+        backpack(extensions.BatchGrad()),
+        pytest.raises(ValueError, match="computed from all samples"),
+    ):
+        loss.backward()
+
+
+TASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "stack": lambda one, other: torch.stack([one, 0.5 * other]).sum(),
+    "weights": lambda one, other: (torch.stack([one, other]) * torch.tensor([1.0, 0.5])).sum(),
+    "product": lambda one, other: torch.stack([one, other]) @ torch.tensor([1.0, 0.5]),
+}
+
+
+class OfTasks(nn.Module):
+    """Returns the sum of two losses."""
+
+    def __init__(self, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net, self.combine = mlp(), combine
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """[N, 3], [N] -> []."""
+        z = self.net(x)
+        return self.combine(F.cross_entropy(z, y), F.mse_loss(z, torch.ones_like(z)))
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize("samples", [1, 2, 4])
+@pytest.mark.parametrize("combine", TASKS.values(), ids=TASKS)
+@pytest.mark.parametrize("route", [True, "record"], ids=str)
+def test_losses_of_tasks_that_a_model_stacks(
+    route: Any, combine: Callable[[Tensor, Tensor], Tensor], samples: int
+) -> None:
+    """They were refused for having no samples."""
+    model, (X, y) = OfTasks(combine), batch()
+    X, y, plain = X[:samples], y[:samples], copy.deepcopy(model.net)
+
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(z, y) + 0.5 * F.mse_loss(z, torch.ones_like(z))
+
+    each, ggn = (find(plain, loss, X, y) for find in (oracle.batch_grad, oracle.ggn_diag))
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        extend(model, use_converter=route)(X, y).backward()
+    for p, *expected in zip(model.net.parameters(), each, ggn, strict=True):
+        assert_close([p.grad_batch, p.diag_ggn_exact], expected)
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize("route", [True, "record"], ids=str)
+def test_functions_of_stacked_losses_mix_samples(route: Any) -> None:
+    """They are no sums of terms that depend on one sample each."""
+    model, (X, y) = OfTasks(lambda *losses: torch.stack(losses).logsumexp(0)), batch()
+    loss = extend(model, use_converter=route)(X, y)
+    with backpack(extensions.BatchGrad()), pytest.warns(UserWarning, match="mixes the samples"):
+        loss.backward()

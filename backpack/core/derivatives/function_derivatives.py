@@ -129,8 +129,6 @@ class FunctionDerivatives(AutomaticDerivatives):
 
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are in the outputs by trying; an error if they are combined."""
-        if () in call.shape_in:
-            refuse_totals(call)
         if None in call.layouts_in:
             self._assume_rows(call, of_indices=False)
             has_none = not any(one is not None and one.is_batched for one in call.layouts_in)
@@ -351,17 +349,3 @@ def _advice(call: Call) -> str:
         " Where a loop calls a module for one sample at a time, keep the axis of the batch: "
         "torch.cat([layer(row.unsqueeze(0)) for row in x]), or layer(x) at once."
     )
-
-
-def refuse_totals(call: Call) -> None:
-    """Refuse to combine samples with a number that was computed from all of them."""
-    totals = [
-        mark is not None and mark.is_output and shape == () and layout is None
-        for mark, shape, layout in zip(call.origins_in, call.shape_in, call.layouts_in, strict=True)
-    ]
-    if any(totals) and any(layout is not None and layout.is_batched for layout in call.layouts_in):
-        raise ValueError(
-            f"{call!r} reads a number that was computed from all samples of the batch, so their "
-            "results depend on each other. Compute it for each sample (dim=...), or detach() it if "
-            "it is meant to be constant."
-        )

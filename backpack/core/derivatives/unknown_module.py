@@ -17,7 +17,7 @@ from backpack.core.derivatives.automatic import with_gradients
 from backpack.core.derivatives.conditions import once
 from backpack.core.derivatives.evaluation import Evaluation, alone, quietly
 from backpack.core.derivatives.facts import always
-from backpack.core.derivatives.function_derivatives import FunctionDerivatives, refuse_totals
+from backpack.core.derivatives.function_derivatives import FunctionDerivatives
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.generators import evaluated_alike, evaluated_apart
@@ -47,7 +47,6 @@ class UnknownModuleDerivatives(FunctionDerivatives):
 
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are in the outputs: in the same place, else by trying."""
-        refuse_totals(call)
         call.note("affine", False)
         call.set_layouts_in(
             layout if layout is not None or not shape else self._of_rows(call, shape)

@@ -76,8 +76,8 @@ def path_above(node: Any, slot: int, opens_losses: bool = False) -> Path:
     """Search the graph above output ``slot`` of a node, up to the outputs of recorded calls.
 
     Where a container with parameters has returned something, up to the layers inside; where a
-    function (or a loss, if losses are opened) has made one number of all samples, up to what it was
-    made of.
+    function (or a loss, if losses are opened) has made numbers of all samples, up to what these
+    were made of.
     """
     path = Path((node, slot), [], {}, [])
 
@@ -86,8 +86,9 @@ def path_above(node: Any, slot: int, opens_losses: bool = False) -> Path:
         for key, mark in list(node.metadata.items()):
             if not isinstance(mark, Origin) or not mark.is_output or mark.by_container:
                 continue
-            is_number = mark.layout is None and not shape_of(node, key[1]).shape
-            if not is_number or (mark.of_loss and not opens_losses):
+            is_known = mark.layout is not None or mark.lost is not None
+            is_value = mark.of_loss and not (opens_losses and not shape_of(node, key[1]).shape)
+            if is_known or is_value:
                 path.sources[node, key[1]] = mark
         return len(path.sources) > before
 

@@ -128,7 +128,7 @@ class Layout:
 
     __slots__ = (
         *("__weakref__", "_group", "_sources", "assumed", "before", "dims"),
-        *("is_assigned", "is_constant", "lost", "owners", "samples"),
+        *("is_assigned", "is_constant", "is_of_all", "lost", "owners", "samples"),
     )
     # called when any layout was corrected: what was found out before has to be found out again
     on_correction: ClassVar[Callable[[], None]]
@@ -153,6 +153,7 @@ class Layout:
         # torch.ones(T, T): there may turn out to be an axis for them.
         self.is_constant = is_constant
         self.is_assigned = False  # whether a program has said so
+        self.is_of_all = False  # whether the entries are made of numbers of all samples together
         self.lost: str | None = None  # why the samples of data could not be followed
         self._sources = tuple(sources)  # what this was derived from
         self._group: list[ref[Layout]] = []  # those corrected together, as long as they live
@@ -389,4 +390,11 @@ def unbatched(lost: str | None = None) -> Layout:
     """Describe a tensor without samples: of parameters alone, or of what is ``lost`` and why."""
     layout = Layout(1, 0)
     layout.lost = lost
+    return layout
+
+
+def of_all() -> Layout:
+    """Describe a tensor that is made of numbers of all samples together."""
+    layout = unbatched()
+    layout.is_of_all = True
     return layout

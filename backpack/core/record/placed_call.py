@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_unflatten
 
 from backpack.context import STATE
 from backpack.core.record.data_notes import UNFILLED, has_numbers, has_other_rows, noted
-from backpack.core.record.layout import Layout, Place, unbatched
+from backpack.core.record.layout import Layout, Place, of_all, unbatched
 from backpack.core.record.module_state import ModuleState, describe, works_in_place
 from backpack.core.record.origins import Origin, is_foreign_function, parameter_behind, upstream
 from backpack.core.types import Rule
@@ -27,6 +27,11 @@ TABLE = (
 )
 # What to do about functions of tensors that have no samples, or not along the first axis.
 UNCONVERTED = "Make the function a module, or use extend(model, use_converter=True)."
+TOTALS = (
+    "{} reads a number that was computed from all samples of the batch, so their results depend "
+    "on each other. Compute it for each sample (dim=...), or detach() it if it is meant to be "
+    "constant."
+)
 UNSEEN = (
     "Converters do not follow complex numbers, scripted functions, derivatives and torch.func, nor "
     "a torch.autograd.Function that is recorded or in a parametrisation ('trace' follows others). "
@@ -154,7 +159,7 @@ class PlacedCall(ModuleState):
             self.layouts_out = tuple(map(_LAYOUT, self.origins_out))
         elif self.misplaced is not None:
             pass  # nor can anybody say it of what is computed of the outputs
-        elif not any(shapes) and self._combines_losses():
+        elif None in self.layouts_in and self._combines_totals():
             self.relied_on = tuple(map(_facts, self.layouts_in))
         elif rule is None:
             known = next((layout for layout in self.layouts_in if layout is not None), None)
@@ -184,26 +189,35 @@ class PlacedCall(ModuleState):
     def _ask_for_layouts_out(self, rule: Rule) -> None:
         """Let the rule find where the samples are in the outputs, from what is known so far."""
         self.find_places()
+        reads_totals = False
+        for mark, layout in zip(self.origins_in, self.layouts_in, strict=True):
+            if mark is not None and mark.is_output and (layout is None or layout.is_of_all):
+                reads_totals = True
+        if reads_totals and any(one is not None and one.is_batched for one in self.layouts_in):
+            self.misplaced = TOTALS.format(repr(self))
+            return
         try:
             self.layouts_out = tuple(rule.layouts(self))
         except ValueError as error:
             self.misplaced = self.misplaced or str(error)
             return
+        if reads_totals:
+            self.layouts_out = tuple([one and of_all() for one in self.layouts_out])
         if rule.depends_on_layouts:
             # what a rule has found out from layouts that are corrected later is void
             self.relied_on = tuple(map(_facts, self.layouts_in))
 
-    def _combines_losses(self) -> bool:
-        """Whether the inputs are losses, and numbers that no gradient flows through."""
+    def _combines_totals(self) -> bool:
+        """Whether the inputs are made of losses, and of what no gradient flows through."""
         followed = False
-        for x, shape, mark in zip(self.inputs, self.shape_in, self.origins_in, strict=True):
-            if shape or (isinstance(x, Tensor) and x.requires_grad and mark is None):
-                return False
+        for x, mark, layout in zip(self.inputs, self.origins_in, self.layouts_in, strict=True):
             if mark is not None:
-                followed = mark.is_output and mark.layout is None
+                followed = mark.is_output and layout is None
                 if not followed:
                     return False
-        return followed
+            elif isinstance(x, Tensor) and (x.requires_grad or (layout and layout.is_batched)):
+                return False
+        return followed and not self.is_loss
 
     def layouts_of_data(self) -> Sequence[Layout | None]:
         """Find the samples in the outputs of a call without gradients; a ValueError if lost."""
