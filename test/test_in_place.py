@@ -448,3 +448,52 @@ def test_random_numbers_in_the_place_of_others(name: str, route: Any) -> None:
         torch.manual_seed(1)
         for p, known in zip(model.parameters(), truth(plain, lossfunc, X, y), strict=True):
             torch.testing.assert_close(getattr(p, field), known)
+
+
+class Heads(nn.Module):
+    """Each head writes the rows that belong to it, into memory that nobody has filled."""
+
+    def __init__(self, memory: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.memory = memory
+        self.first, self.heads = nn.Linear(3, 4), nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
+
+    def forward(self, x: Tensor, owner: Tensor) -> Tensor:
+        h, out = self.first(x).tanh(), self.memory(x)
+        for i, head in enumerate(self.heads):
+            out[owner == i] = head(h[owner == i])
+        return out
+
+
+MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
+    "new_empty": lambda x: x.new_empty(len(x), 2),
+    "empty_like": lambda x: torch.empty_like(x[:, :2]),
+    "columns of it": lambda x: x.new_empty(len(x), 3)[:, 1:],
+}
+
+
+@pytest.mark.parametrize("route", ["record", True])
+@pytest.mark.parametrize("owner", [[0, 1, 2, 1], [2, 2, 0, 0], [2, 2, 2, 2]], ids=str)
+@pytest.mark.parametrize("memory", MEMORY)
+def test_rows_are_written_to_memory_that_nobody_has_filled(
+    memory: str, owner: list[int], route: Any
+) -> None:
+    """It was said that something unknown had filled it."""
+    plain, lossfunc = Heads(MEMORY[memory]).double(), nn.CrossEntropyLoss()
+    model = extend(copy.deepcopy(plain), use_converter=route)
+    X, heads = torch.rand(len(owner), 3).double(), torch.tensor(owner)
+    y = torch.tensor([0, 1, 1, 0])
+    with backpack(extensions.BatchGrad(), extensions.DiagHessian()):
+        extend(lossfunc)(model(X, heads), y).backward()
+    output = plain(X, heads)
+    used = [name for name, p in model.named_parameters() if p.grad is not None]
+    params, parameters = dict(plain.named_parameters()), dict(model.named_parameters())
+    for name in used:
+        p = params[name]
+        for n, each in enumerate(lossfunc(output[n : n + 1], y[n : n + 1]) for n in range(len(y))):
+            (grad,) = torch.autograd.grad(each / len(y), p, retain_graph=True)
+            torch.testing.assert_close(parameters[name].grad_batch[n], grad)
+        (grad,) = torch.autograd.grad(lossfunc(output, y), p, create_graph=True)
+        rows = [torch.autograd.grad(g, p, retain_graph=True)[0] for g in grad.flatten()]
+        hessian = torch.stack(rows).reshape(p.numel(), p.numel())
+        torch.testing.assert_close(parameters[name].diag_h, hessian.diagonal().reshape(p.shape))

@@ -56,6 +56,8 @@ DERIVATIVES = (Tensor.backward, torch._unpack_dual)
 UNINITIALISED = {"empty_like", "new_empty", "new_empty_strided"}
 # Functions that fill all of a tensor.
 FILLING = lookup.FILLS - {"fill_diagonal_"}
+# Functions that write entries of a tensor, whatever was there.
+WRITING = {"__setitem__", "copy_", "index_copy_", "index_put_", "masked_scatter_", "scatter_"}
 # What a view that changes no entry may do with them.
 FORMS = (kinds.MEMORY, kinds.MOVES, kinds.RESHAPES)
 # Of the modules for functions, the last ones made are kept: options may change in every run.
@@ -288,6 +290,8 @@ class Recorder(TorchFunctionMode):
         is_form = row is not None and row.is_view and row.treatment in FORMS
         base = x if is_form or x._base is None else x._base
         geometry = None if base is x else lookup.geometry_of(x)
+        if getattr(func, "__name__", "") in WRITING:
+            _begin_to_fill(base)
         before, layout = former_of(base), layout_of(x)
         given, options = _formers(base, (others, kwargs))
         preserve(base, before)
@@ -404,6 +408,13 @@ class Recorder(TorchFunctionMode):
             else x
             for x in what.inputs
         ]
+
+
+def _begin_to_fill(x: Tensor) -> None:
+    """Note that entries of memory that nobody has filled are as those of ``torch.empty``."""
+    known = layout_of(x)
+    if known is not None and known.lost == data_notes.UNFILLED:
+        data_flow.note_unbatched((x,), (), (), torch.empty)
 
 
 def _named(layer: Module, function: Function, args: Any, kwargs: Any) -> tuple[Apply, list[Tensor]]:
