@@ -1231,3 +1231,77 @@ def test_functions_of_sequences_first_as_long_as_the_batch(name: str) -> None:
     assert bool(told) == mixes
     if mixes:
         assert "functions before 'head'" in told or "'head' (Linear)" in told
+
+
+class OfConstants(nn.Module):
+    """Layers that read what is the same for all samples."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.table, self.layer, self.head = nn.Embedding(4, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.function(self, x))
+
+
+FIRST: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "torch": lambda m, x: x * m.table(torch.zeros(x.shape[0], dtype=torch.long)),
+    "new": lambda m, x: x * m.table(x.new_zeros(x.shape[0], dtype=torch.long)),
+    "state": lambda m, x: x * m.layer(torch.ones(x.shape[0], 3, dtype=x.dtype)).tanh(),
+    "table": lambda m, x: x @ m.layer(torch.ones(3, 3, dtype=x.dtype)).tanh(),
+}
+
+
+@pytest.mark.parametrize("converter", ["record", True])
+@pytest.mark.parametrize("samples", [2, 3])
+@pytest.mark.parametrize("name", FIRST)
+def test_kronecker_factors_of_what_is_the_same_for_all_samples(
+    name: str, samples: int, converter: Any
+) -> None:
+    """Rows of samples count once for each: the factor of first tokens was N times as large."""
+    model = extend(OfConstants(FIRST[name]).double(), use_converter=converter)
+    with backpack(extensions.KFLR()):
+        extend(nn.MSELoss())(
+            model(torch.rand(samples, 3).double()), torch.zeros(samples, 2)
+        ).backward()
+    if name in ("torch", "new"):
+        expected = torch.zeros(4, 4).double()
+        expected[0, 0] = 1
+        factor = model.table.weight.kflr[0]
+    else:  # a table has three positions, which all samples read
+        expected = torch.ones(3, 3).double() * (3 if name == "table" else 1)
+        factor = model.layer.weight.kflr[1]
+    torch.testing.assert_close(factor, expected)
+
+
+def parts(m: Any, x: Tensor) -> Tensor:
+    first, second, _ = m.layer(x.new_ones(3, 3)).unbind(0)
+    return x * first + second
+
+
+CUT: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "parts": parts,
+    "one": lambda m, x: x * m.layer(x.new_ones(3, 3)).tanh()[0],
+    "some": lambda m, x: x @ m.layer(torch.ones(3, 3, dtype=x.dtype))[:1].expand(3, 3),
+    "reversed": lambda m, x: x @ m.layer(x.new_ones(3, 3)).tanh().flip(0),
+    "both": lambda m, x: (v := m.layer(torch.ones(3, 3, dtype=x.dtype)).tanh())[0] * x + x @ v,
+}
+
+
+@pytest.mark.parametrize("converter", ["record", True])
+@pytest.mark.parametrize("samples", [2, 3])
+@pytest.mark.parametrize("name", CUT)
+def test_parts_of_a_table_with_as_many_rows_as_samples(
+    name: str, samples: int, converter: Any
+) -> None:
+    """It was an error that said that the samples are elsewhere."""
+    plain, lossfunc = OfConstants(CUT[name]).double(), nn.MSELoss()
+    model = extend(copy.deepcopy(plain), use_converter=converter)
+    X, y = torch.rand(samples, 3).double(), torch.rand(samples, 2).double()
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        extend(lossfunc)(model(X), y).backward()
+    for field, truth in (("grad_batch", oracle.batch_grad), ("diag_ggn_exact", oracle.ggn_diag)):
+        for p, known in zip(model.parameters(), truth(plain, lossfunc, X, y), strict=True):
+            if p.grad is not None:
+                torch.testing.assert_close(getattr(p, field), known)

@@ -107,6 +107,17 @@ def running() -> list[Inputs]:
     return _calls.running
 
 
+def rows_of_constant(x: Tensor) -> Layout | None:
+    """Give a constant, such as the first tokens torch.zeros(N), a row for each of the samples.
+
+    That is taken back where they turn out to be along another axis, or not in there.
+    """
+    samples = _calls.running[-1].samples if _calls.running else 0
+    if samples > 1 and x.dim() and len(x) == samples:
+        note(x, Layout(1, samples, True, x.dim(), is_constant=True))
+    return noted(x)
+
+
 def has_other_rows(data: Tensor) -> bool:
     """Whether data has not as many rows as the model that runs has samples, if it has several."""
     samples = _calls.running[0].samples if _calls.running else 0

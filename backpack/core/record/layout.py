@@ -239,7 +239,8 @@ class Layout:
     def mark_unbatched(self) -> None:
         """Note that there are no samples, here and in what this was derived from."""
         for layout in self.ancestors:
-            layout.is_constant = False
+            for each in layout._alike():
+                each.is_constant, each.owners = False, None
             layout._become(1, 0)
         Layout.on_correction()
 

@@ -13,7 +13,13 @@ from torch import Size, Tensor
 from torch.utils._pytree import tree_unflatten
 
 from backpack.context import STATE
-from backpack.core.record.data_notes import UNFILLED, has_numbers, has_other_rows, noted
+from backpack.core.record.data_notes import (
+    UNFILLED,
+    has_numbers,
+    has_other_rows,
+    noted,
+    rows_of_constant,
+)
 from backpack.core.record.layout import Layout, Place, of_all, unbatched
 from backpack.core.record.module_state import ModuleState, describe, works_in_place
 from backpack.core.record.origins import Origin, is_foreign_function, parameter_behind, upstream
@@ -108,7 +114,7 @@ class PlacedCall(ModuleState):
                     self.mixed_data = TABLE
                 elif known.lost and has_numbers(x):  # indices may be what they are
                     self.misplaced = f"{self!r} reads {known.lost}"
-                return known
+                return rows_of_constant(x) if known.is_constant and not known.samples else known
             if x.requires_grad and parameter_behind(x) is not None:
                 return unbatched()
             if not (STATE.get().recorders and has_other_rows(x)):
@@ -265,6 +271,10 @@ class PlacedCall(ModuleState):
 
     def note_correction(self) -> None:
         """Find out where the samples are, now that a later module has corrected it."""
+        if not any(one is not None and one.samples for one in self.layouts_in):
+            for one in self.layouts_out:  # of the parts of a constant, all have none then
+                if one is not None and one.is_constant and one.samples:
+                    one.mark_unbatched()
         self.find_places()
         rule = self.derivatives
         if self.misplaced is None and rule is not None and not rule.fits_layouts(self):
