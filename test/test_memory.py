@@ -17,6 +17,7 @@ import torch
 from apart import run
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.utils import parametrizations, parametrize
 
 from backpack import backpack, disable, extend, extensions, memory_cleanup
 from backpack.core import memory
@@ -389,6 +390,26 @@ def test_extending_many_models() -> None:
         gc.collect()
 
     check_flat(build, 50)
+
+
+def test_parametrisations_that_come_and_go() -> None:
+    """What reads the parameters of one goes with it: they have results, too."""
+    model, lossfunc = extend(nn.Linear(3, 3)), extend(nn.MSELoss())
+    known = []
+    for _ in range(4):
+        parametrizations.weight_norm(model)
+        known.append(weakref.ref(model.parametrizations.weight.original1))
+        extend(model)
+        step_of_parametrised(model, lossfunc)
+        parametrize.remove_parametrizations(model, "weight")
+    gc.collect()  # torch leaves cycles
+    assert [p() is None for p in known[:-1]] == [True, True, True]
+
+
+def step_of_parametrised(model: nn.Module, lossfunc: nn.Module) -> None:
+    with backpack(extensions.BatchGrad()):
+        lossfunc(model(torch.rand(N, 3)), torch.rand(N, 3)).backward()
+    assert model.parametrizations.weight.original1.grad_batch.shape == (N, 3, 3)
 
 
 # ------------------------------------------------------------------ bounded peaks

@@ -94,6 +94,13 @@ class Functions:
             self.readers[id(p)] = reader
             return reader
 
+    def forget_others(self, owners: set[int]) -> None:
+        """Drop what reads modules that are no part of the model any more, which it would keep."""
+        with self.lock:
+            for key, reader in list(self.readers.items()):
+                if id(reader.owner) not in owners:
+                    del self.readers[key]
+
     def __reduce__(self) -> Any:
         """Copy and pickle as an empty table."""
         return Functions, ()
@@ -348,9 +355,11 @@ class Recorder(TorchFunctionMode):
         return self.views[id(x)]
 
     def _new_reader(self, x: Tensor) -> ParameterModule | None:
-        for prefix, owner in self.root.named_modules():
+        owners = dict(self.root.named_modules())
+        for prefix, owner in owners.items():
             for name, p in owner._parameters.items():
                 if p is x:
+                    self.functions.forget_others(set(map(id, owners.values())))
                     return self.functions.reader(x, owner, name, prefix)
         if not isinstance(x, Parameter) or any(id(x) in inputs.rows for inputs in running()):
             return None
