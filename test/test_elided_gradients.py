@@ -1027,3 +1027,23 @@ def test_gradients_that_cannot_be_left_alone() -> None:
     ):
         loss(h, y).backward()
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_several_passes_add_up(chosen: list[set[Any]]) -> None:
+    """The sum of the first pass becomes p.grad, to which the second one adds in place."""
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+    X, y = data()
+    each = []
+    for part in (slice(0, 2), slice(2, 5)):
+        for x, label in zip(X[part], y[part], strict=True):
+            with library.disable():
+                loss = lossfunc(model(x[None]), label[None]) / len(X[part])
+            each.append(torch.autograd.grad(loss, list(model.parameters())))
+        with backpack(Variance(), SumGradSquared(), accumulate=True):
+            lossfunc(model(X[part]), y[part]).backward()
+    assert len(chosen) == 2 and all(chosen)
+    for p, of_samples in zip(model.parameters(), zip(*each, strict=True), strict=True):
+        gradients = torch.stack(of_samples)
+        torch.testing.assert_close(p.grad, gradients.sum(0))
+        torch.testing.assert_close(p.sum_grad_squared, gradients.square().sum(0))
+        torch.testing.assert_close(p.variance, gradients.var(0, unbiased=False))

@@ -197,12 +197,13 @@ class Products:
 
     def settle(self, names: Collection[str]) -> dict[str, Any]:
         """Return quantities, and forget where they come from."""
-        values = {name: self[name] for name in names}
+        values = {name: self.take(name) for name in names}
         if not set(extracted.JOINT_FACTORS.values()).isdisjoint(names):
             _ = self.partner, self._is_joined_bias  # before the uses are gone
         if not extracted.KRONECKER.isdisjoint(names):
             _ = self.swaps_axes
         self._values.clear()
+        self._taken.clear()
         self.uses = self.deciding = []
         return values
 
@@ -538,7 +539,7 @@ def extract(
         own = bases.get(p, {}) if bases else {}
         products = Products(p, uses, names, terms, own, *of_factors)
         if gradients is not None and p in owed:
-            gradients[p] = products["gradient"]
+            gradients[p] = products.take("gradient")  # p.grad, to which passes add in place
         if save.is_waiting:
             products.extract(exts, save)
         else:
