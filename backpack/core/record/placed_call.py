@@ -165,7 +165,7 @@ class PlacedCall(ModuleState):
             self.layouts_out = tuple(map(_LAYOUT, self.origins_out))
         elif self.misplaced is not None:
             pass  # nor can anybody say it of what is computed of the outputs
-        elif None in self.layouts_in and self._combines_totals():
+        elif None in self.layouts_in and any(self.origins_in) and self._combines_totals():
             self.relied_on = tuple(map(_facts, self.layouts_in))
         elif rule is None:
             known = next((layout for layout in self.layouts_in if layout is not None), None)
