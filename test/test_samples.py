@@ -1248,6 +1248,12 @@ class OfConstants(nn.Module):
 FIRST: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "torch": lambda m, x: x * m.table(torch.zeros(x.shape[0], dtype=torch.long)),
     "new": lambda m, x: x * m.table(x.new_zeros(x.shape[0], dtype=torch.long)),
+    "cast": lambda m, x: x * m.table(torch.zeros(x.shape[0]).long()),
+    "expanded": lambda m, x: x * m.table(torch.arange(1).expand(x.shape[0])),
+    "copied": lambda m, x: x * m.table(torch.arange(1).expand(x.shape[0]).clone()),
+    "repeated": lambda m, x: x * m.table(torch.arange(1).repeat(x.shape[0])),
+    "tiled": lambda m, x: x * m.table(torch.tile(torch.arange(1), (x.shape[0],))),
+    "rows": lambda m, x: x * m.table(torch.arange(3).repeat(x.shape[0], 1)).mean(1),
     "state": lambda m, x: x * m.layer(torch.ones(x.shape[0], 3, dtype=x.dtype)).tanh(),
     "table": lambda m, x: x @ m.layer(torch.ones(3, 3, dtype=x.dtype)).tanh(),
 }
@@ -1265,9 +1271,10 @@ def test_kronecker_factors_of_what_is_the_same_for_all_samples(
         extend(nn.MSELoss())(
             model(torch.rand(samples, 3).double()), torch.zeros(samples, 2)
         ).backward()
-    if name in ("torch", "new"):
+    if name not in ("state", "table"):
         expected = torch.zeros(4, 4).double()
-        expected[0, 0] = 1
+        for i in range(3 if name == "rows" else 1):
+            expected[i, i] = 1
         factor = model.table.weight.kflr[0]
     else:  # a table has three positions, which all samples read
         expected = torch.ones(3, 3).double() * (3 if name == "table" else 1)

@@ -32,7 +32,7 @@ from backpack.core.record.data_notes import (
     noted,
     running,
 )
-from backpack.core.record.kinds import CONSTANT, MOVES
+from backpack.core.record.kinds import CASTS, CONSTANT, ENTRIES, MOVES
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.lookup import treatment
 from backpack.core.record.module_state import describe
@@ -45,6 +45,8 @@ from backpack.custom_module.parameter_module import ParameterModule
 
 # Modules that stand for a function: what they compute from nothing has no samples.
 FUNCTIONS = (FunctionModule, ParameterModule)
+# Functions that write all entries of a tensor several times, one behind the other.
+REPEATS = {"repeat", "tile"}
 # What makes nested and sparse tensors dense.
 FILLING_UP = {"to_dense", "to_padded_tensor"}
 OnMiss = Callable[[str, Iterable[Parameter]], None]
@@ -417,15 +419,24 @@ def note_unbatched(
 ) -> None:
     """Note that tensors have no samples, as those of these layouts that they are computed from.
 
-    Those of torch.zeros and the like may turn out to have a row for each. Indices of entries that
-    are the same for all samples may be what they are, such as the order of packed sequences.
+    Those of torch.zeros and the like, and rows that are repeated, may turn out to have a row for
+    each. Indices of entries that are the same for all samples may be what they are, such as the
+    order of packed sequences.
     """
     what = treatment(function)
+    is_constant = what == CONSTANT
+    if known:
+        is_constant = what in (ENTRIES, CASTS) and all(one and one.is_constant for one in known)
+    name = function if isinstance(function, str) else getattr(function, "__name__", "")
     lost = [(x, one.lost) for x, one in zip(tensors, known, strict=True) if one and one.lost]
     for y in outputs:
         by_index = what == MOVES and has_numbers(y)
         layout = unbatched(next((why for x, why in lost if has_numbers(x) or not by_index), None))
-        layout.is_constant = not known and what == CONSTANT
+        if name in REPEATS:
+            alike = y.dim() > tensors[0].dim() or tensors[0].shape[:1] == (1,)
+        else:  # as expand leaves them
+            alike = is_dense(y) and y.dim() > 0 and len(y) > 1 and y.stride(0) == 0
+        layout.is_constant = is_constant or alike
         note(y, layout)
 
 
