@@ -1292,6 +1292,7 @@ CUT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "one": lambda m, x: x * m.layer(x.new_ones(3, 3)).tanh()[0],
     "some": lambda m, x: x @ m.layer(torch.ones(3, 3, dtype=x.dtype))[:1].expand(3, 3),
     "reversed": lambda m, x: x @ m.layer(x.new_ones(3, 3)).tanh().flip(0),
+    "sum": lambda m, x: x * m.layer(x.new_ones(3, 3)).tanh().sum(),
     "both": lambda m, x: (v := m.layer(torch.ones(3, 3, dtype=x.dtype)).tanh())[0] * x + x @ v,
 }
 
@@ -1312,3 +1313,27 @@ def test_parts_of_a_table_with_as_many_rows_as_samples(
         for p, known in zip(model.parameters(), truth(plain, lossfunc, X, y), strict=True):
             if p.grad is not None:
                 torch.testing.assert_close(getattr(p, field), known)
+
+
+PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda table: table.square().sum(),
+    "loss": lambda table: nn.functional.mse_loss(table, torch.zeros_like(table)),
+}
+
+
+@pytest.mark.parametrize("samples", [3, 4])
+@pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES)
+def test_penalties_of_a_table_with_as_many_rows_as_samples(
+    penalty: Callable[[Tensor], Tensor], samples: int
+) -> None:
+    """Each row was silently taken for that of a sample."""
+
+    class Model(OfConstants):
+        def forward(self, x: Tensor) -> Any:
+            return self.head(x), penalty(self.layer(torch.ones(3, 3, dtype=x.dtype)).tanh())
+
+    model = extend(Model(lambda _, x: x).double(), use_converter="record")
+    y, added = model(torch.rand(samples, 3).double())
+    loss = extend(nn.MSELoss())(y, torch.zeros_like(y)) + added
+    with backpack(extensions.BatchGrad()), pytest.raises(ValueError, match="has no samples"):
+        loss.backward()

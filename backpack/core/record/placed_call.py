@@ -204,6 +204,8 @@ class PlacedCall(ModuleState):
             return
         try:
             self.layouts_out = tuple(rule.layouts(self))
+            if None in self.layouts_out and self._take_back_constants():
+                self.layouts_out = tuple(rule.layouts(self))
         except ValueError as error:
             self.misplaced = self.misplaced or str(error)
             return
@@ -212,6 +214,18 @@ class PlacedCall(ModuleState):
         if rule.depends_on_layouts:
             # what a rule has found out from layouts that are corrected later is void
             self.relied_on = tuple(map(_facts, self.layouts_in))
+
+    def _take_back_constants(self) -> bool:
+        """Whether all that is summed up are rows of constants: rather those of a table, then."""
+        constants = []
+        for x, layout in zip(self.inputs, self.layouts_in, strict=True):
+            if layout is not None and layout.is_constant and layout.samples > 1:
+                constants.append(layout)
+            elif isinstance(x, Tensor) and (layout is None or layout.is_batched):
+                return False
+        for layout in constants:
+            layout.mark_unbatched()
+        return bool(constants)
 
     def _combines_totals(self) -> bool:
         """Whether the inputs are made of losses, and of what no gradient flows through."""
