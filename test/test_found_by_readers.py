@@ -3086,6 +3086,7 @@ TASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "stack": lambda one, other: torch.stack([one, 0.5 * other]).sum(),
     "weights": lambda one, other: (torch.stack([one, other]) * torch.tensor([1.0, 0.5])).sum(),
     "product": lambda one, other: torch.stack([one, other]) @ torch.tensor([1.0, 0.5]),
+    "cat": lambda one, other: torch.cat([one.view(1), 0.5 * other.view(1)]).sum(),
 }
 
 
@@ -3109,18 +3110,19 @@ class OfTasks(nn.Module):
 def test_losses_of_tasks_that_a_model_stacks(
     route: Any, combine: Callable[[Tensor, Tensor], Tensor], samples: int
 ) -> None:
-    """They were refused for having no samples."""
+    """They were refused for having no samples, or (cat) for a shape that nothing can follow."""
     model, (X, y) = OfTasks(combine), batch()
     X, y, plain = X[:samples], y[:samples], copy.deepcopy(model.net)
 
     def loss(z: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(z, y) + 0.5 * F.mse_loss(z, torch.ones_like(z))
 
-    each, ggn = (find(plain, loss, X, y) for find in (oracle.batch_grad, oracle.ggn_diag))
-    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+    truths = (oracle.batch_grad, oracle.ggn_diag, oracle.hessian_diag)
+    known = [find(plain, loss, X, y) for find in truths]
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact(), extensions.DiagHessian()):
         extend(model, use_converter=route)(X, y).backward()
-    for p, *expected in zip(model.net.parameters(), each, ggn, strict=True):
-        assert_close([p.grad_batch, p.diag_ggn_exact], expected)
+    for p, *expected in zip(model.net.parameters(), *known, strict=True):
+        assert_close([p.grad_batch, p.diag_ggn_exact, p.diag_h], expected)
 
 
 @pytest.mark.filterwarnings("ignore:No rule for")

@@ -84,7 +84,10 @@ def find_changed(plan: Plan, functions: Collection[Visit]) -> list[Visit]:
     have read and returned, what other calls have read in another shape, or overwritten.
     """
     suspects: dict[Origin, Visit] = {}
+    combining = plan.after_loss - {*plan.losses}  # these read values of losses, which have no rows
     for call in plan.calls:
+        if call in combining:
+            continue
         is_hidden = call in functions or vars(call.module).get("inplace")
         for mark, shape in zip(call.origins_in, call.shape_in, strict=True):
             if mark is not None and mark in plan.producers:
