@@ -1293,6 +1293,7 @@ CUT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "some": lambda m, x: x @ m.layer(torch.ones(3, 3, dtype=x.dtype))[:1].expand(3, 3),
     "reversed": lambda m, x: x @ m.layer(x.new_ones(3, 3)).tanh().flip(0),
     "sum": lambda m, x: x * m.layer(x.new_ones(3, 3)).tanh().sum(),
+    "chosen": lambda m, x: x * m.layer(x.new_ones(3, 3)).tanh()[(x[:, 0] > 0.5).long()],
     "both": lambda m, x: (v := m.layer(torch.ones(3, 3, dtype=x.dtype)).tanh())[0] * x + x @ v,
 }
 

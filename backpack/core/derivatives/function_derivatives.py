@@ -138,7 +138,7 @@ class FunctionDerivatives(AutomaticDerivatives):
         found = self._tried(call)
         if found is None and self._give_rows(call):
             found = self._tried(call)
-        while found is None:
+        while found is None or self._scatters_constants(call, found[1]):
             self._mark_one_unbatched(call)
             found = self._tried(call)
         affine, layouts = found
@@ -167,6 +167,15 @@ class FunctionDerivatives(AutomaticDerivatives):
         differ = layouts != [*call.layouts_in]
         call.set_layouts_in(layouts)
         return differ
+
+    @staticmethod
+    def _scatters_constants(call: Call, layouts: Sequence[Layout | None]) -> bool:
+        """Whether rows that a layer has made of constants are chosen: it is a table, then."""
+        of_layers = any(
+            layout is not None and layout.is_constant and layout.samples > 1 and mark is not None
+            for layout, mark in zip(call.layouts_in, call.origins_in, strict=True)
+        )
+        return of_layers and any(one is not None and one.owners is not None for one in layouts)
 
     @staticmethod
     def _mark_one_unbatched(call: Call) -> None:
