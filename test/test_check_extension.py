@@ -358,7 +358,7 @@ def test_numbers_in_dictionaries() -> None:
         check_extension(SavesNumbers(), lengths(1.1))
 
 
-class Counts(Length):
+class CountsPositive(Length):
     """Saves how many entries are positive, as integers."""
 
     def extract(self, products: Any) -> Any:
@@ -376,10 +376,10 @@ def test_truth_keeps_what_the_result_cannot_hold() -> None:
         return truth
 
     network = Network("mine", nn.Linear(3, 2), nn.MSELoss(), torch.rand(4, 3), torch.rand(4, 2))
-    check_extension(Counts(), counts(0), network)
+    check_extension(CountsPositive(), counts(0), network)
     for more in (0.5, 0.5j):
         with pytest.raises(AssertionError, match=r"deviate by up to 0\.5"):
-            check_extension(Counts(), counts(more), network)
+            check_extension(CountsPositive(), counts(more), network)
 
 
 def test_objects_are_not_compared_in_silence() -> None:
