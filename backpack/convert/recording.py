@@ -375,10 +375,11 @@ def _is_of_parameters(x: Any) -> bool:
 
 
 def _has_open_functions(module: Module, inputs: Sequence[Tensor], outputs: Sequence[Any]) -> bool:
-    """Whether functions are better recorded: they are layers, or one returns a number, too.
+    """Whether the functions of a module are better recorded than its call as a whole.
 
-    Layers read parameters, as ``F.linear`` does. What samples have to do with a number that is
-    returned beside what has some, such as a log-determinant, is not known of a module as a whole.
+    So it is if some are layers, which read its parameters as ``F.linear`` does, or if it returns a
+    number beside what has samples, such as a log-determinant: the call does not tell whether that
+    is made of samples.
     """
     own = set(map(id, module.parameters()))
     differentiable = [y for y in outputs if isinstance(y, Tensor) and y.grad_fn]

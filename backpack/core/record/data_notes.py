@@ -110,7 +110,7 @@ def running() -> list[Inputs]:
 def rows_of_constant(x: Tensor) -> Layout | None:
     """Give a constant, such as the first tokens torch.zeros(N), a row for each of the samples.
 
-    That is taken back where they turn out to be along another axis, or not in there.
+    That is taken back where the samples turn out to be along another axis, or nowhere in it.
     """
     samples = _calls.running[-1].samples if _calls.running else 0
     if samples > 1 and x.dim() and len(x) == samples:
