@@ -138,7 +138,7 @@ class FunctionDerivatives(AutomaticDerivatives):
         found = self._tried(call)
         if found is None and self._give_rows(call):
             found = self._tried(call)
-        while found is None or self._scatters_constants(call, found[1]):
+        while found is None:
             self._mark_one_unbatched(call)
             found = self._tried(call)
         affine, layouts = found
@@ -169,13 +169,12 @@ class FunctionDerivatives(AutomaticDerivatives):
         return differ
 
     @staticmethod
-    def _scatters_constants(call: Call, layouts: Sequence[Layout | None]) -> bool:
-        """Whether rows that a layer has made of constants are chosen: it is a table, then."""
-        of_layers = any(
+    def _reads_rows_of_layers(call: Call) -> bool:
+        """Whether rows are read that a layer has made of constants, one for each sample."""
+        return any(
             layout is not None and layout.is_constant and layout.samples > 1 and mark is not None
             for layout, mark in zip(call.layouts_in, call.origins_in, strict=True)
         )
-        return of_layers and any(one is not None and one.owners is not None for one in layouts)
 
     @staticmethod
     def _mark_one_unbatched(call: Call) -> None:
@@ -247,6 +246,8 @@ class FunctionDerivatives(AutomaticDerivatives):
                 layouts.append(unbatched())
             else:
                 before, count, owners, *marks = place
+                if owners is not None and self._reads_rows_of_layers(call):
+                    return None  # samples have chosen some: they are those of a table, then
                 is_fixed = bool(marks)  # the entries are a constant
                 sources = batched if assumed and not is_fixed else ()
                 known = assumed or is_fixed, batched[0].dims, sources

@@ -52,6 +52,7 @@ FILLING_UP = {"to_dense", "to_padded_tensor"}
 OnMiss = Callable[[str, Iterable[Parameter]], None]
 FORM = operator.attrgetter("layout", "is_nested")
 DENSE = frozenset({(torch.strided, False)})
+IS_CONSTANT = operator.attrgetter("is_constant")
 # Number of axes of data that may be sequences, [T, N, *].
 SEQUENCE = 3
 # Key in the metadata of nodes of calls that are not recorded, which backward passes tell.
@@ -426,7 +427,7 @@ def note_unbatched(
     what = treatment(function)
     is_constant = what == CONSTANT
     if known:
-        is_constant = what in (ENTRIES, CASTS) and all(one and one.is_constant for one in known)
+        is_constant = what in (ENTRIES, CASTS) and all(map(IS_CONSTANT, known))
     name = function if isinstance(function, str) else getattr(function, "__name__", "")
     lost = [(x, one.lost) for x, one in zip(tensors, known, strict=True) if one and one.lost]
     for y in outputs:
@@ -435,7 +436,7 @@ def note_unbatched(
         if name in REPEATS:
             alike = y.dim() > tensors[0].dim() or tensors[0].shape[:1] == (1,)
         else:  # as expand leaves them
-            alike = is_dense(y) and y.dim() > 0 and len(y) > 1 and y.stride(0) == 0
+            alike = FORM(y) in DENSE and y.shape[:1] > (1,) and y.stride(0) == 0
         layout.is_constant = is_constant or alike
         note(y, layout)
 
