@@ -1253,7 +1253,11 @@ FIRST: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "copied": lambda m, x: x * m.table(torch.arange(1).expand(x.shape[0]).clone()),
     "repeated": lambda m, x: x * m.table(torch.arange(1).repeat(x.shape[0])),
     "tiled": lambda m, x: x * m.table(torch.tile(torch.arange(1), (x.shape[0],))),
+    "listed": lambda m, x: x * m.table(torch.tensor([0] * x.shape[0])),
     "rows": lambda m, x: x * m.table(torch.arange(3).repeat(x.shape[0], 1)).mean(1),
+    "counted": lambda m, x: x * m.table(torch.ones(x.shape[0], 3).cumsum(1).long() - 1).mean(1),
+    "stacked": lambda m, x: x * m.table(torch.stack([torch.arange(3)] * x.shape[0])).mean(1),
+    "sums": lambda m, x: x * m.table(torch.zeros(x.shape[0], 1).long() + torch.arange(3)).mean(1),
     "state": lambda m, x: x * m.layer(torch.ones(x.shape[0], 3, dtype=x.dtype)).tanh(),
     "table": lambda m, x: x @ m.layer(torch.ones(3, 3, dtype=x.dtype)).tanh(),
 }
@@ -1273,7 +1277,7 @@ def test_kronecker_factors_of_what_is_the_same_for_all_samples(
         ).backward()
     if name not in ("state", "table"):
         expected = torch.zeros(4, 4).double()
-        for i in range(3 if name == "rows" else 1):
+        for i in range(3 if name in ("rows", "counted", "stacked", "sums") else 1):
             expected[i, i] = 1
         factor = model.table.weight.kflr[0]
     else:  # a table has three positions, which all samples read

@@ -32,7 +32,7 @@ from backpack.core.record.data_notes import (
     noted,
     running,
 )
-from backpack.core.record.kinds import CASTS, CONSTANT, ENTRIES, MOVES
+from backpack.core.record.kinds import MOVES
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.lookup import treatment
 from backpack.core.record.module_state import describe
@@ -420,14 +420,11 @@ def note_unbatched(
 ) -> None:
     """Note that tensors have no samples, as those of these layouts that they are computed from.
 
-    Those of torch.zeros and the like, and rows that are repeated, may turn out to have a row for
-    each. Indices of entries that are the same for all samples may be what they are, such as the
-    order of packed sequences.
+    What is computed of no tensors, or of such results alone, and rows that are repeated may turn
+    out to have a row for each sample: positions, token types, states that recurrences start from.
     """
     what = treatment(function)
-    is_constant = what == CONSTANT
-    if known:
-        is_constant = what in (ENTRIES, CASTS) and all(map(IS_CONSTANT, known))
+    is_constant = all(map(IS_CONSTANT, known))
     name = function if isinstance(function, str) else getattr(function, "__name__", "")
     lost = [(x, one.lost) for x, one in zip(tensors, known, strict=True) if one and one.lost]
     for y in outputs:

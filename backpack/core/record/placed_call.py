@@ -166,6 +166,7 @@ class PlacedCall(ModuleState):
         elif self.misplaced is not None:
             pass  # nor can anybody say it of what is computed of the outputs
         elif None in self.layouts_in and any(self.origins_in) and self._combines_totals():
+            self._take_back_rows()
             self.relied_on = tuple(map(_facts, self.layouts_in))
         elif rule is None:
             known = next((layout for layout in self.layouts_in if layout is not None), None)
@@ -199,9 +200,11 @@ class PlacedCall(ModuleState):
         for mark, layout in zip(self.origins_in, self.layouts_in, strict=True):
             if mark is not None and mark.is_output and (layout is None or layout.is_of_all):
                 reads_totals = True
-        if reads_totals and any(one is not None and one.is_batched for one in self.layouts_in):
-            self.misplaced = TOTALS.format(repr(self))
-            return
+        if reads_totals:
+            if any(map(_has_samples, self.layouts_in)):
+                self.misplaced = TOTALS.format(repr(self))
+                return
+            self._take_back_rows()
         try:
             self.layouts_out = tuple(rule.layouts(self))
             if None in self.layouts_out and self._take_back_constants():
@@ -217,12 +220,15 @@ class PlacedCall(ModuleState):
 
     def _take_back_constants(self) -> bool:
         """Whether all that is summed up are rows of constants: rather those of a table, then."""
-        constants = []
         for x, layout in zip(self.inputs, self.layouts_in, strict=True):
-            if layout is not None and layout.is_constant and layout.samples > 1:
-                constants.append(layout)
-            elif isinstance(x, Tensor) and (layout is None or layout.is_batched):
+            if isinstance(x, Tensor) and (layout is None or _has_samples(layout)):
                 return False
+        return self._take_back_rows()
+
+    def _take_back_rows(self) -> bool:
+        """Let constants have no samples, such as weights of losses; whether any had a row each."""
+        rows = [one for one in self.layouts_in if one is not None and one.is_batched]
+        constants = [one for one in rows if one.is_constant]
         for layout in constants:
             layout.mark_unbatched()
         return bool(constants)
@@ -235,7 +241,7 @@ class PlacedCall(ModuleState):
                 followed = mark.is_output and layout is None
                 if not followed:
                     return False
-            elif isinstance(x, Tensor) and (x.requires_grad or (layout and layout.is_batched)):
+            elif isinstance(x, Tensor) and (x.requires_grad or _has_samples(layout)):
                 return False
         return followed and not self.is_loss
 
@@ -424,6 +430,10 @@ class PlacedCall(ModuleState):
 
 def _is_first(layout: Layout | None, shape: Size | None) -> bool:
     return layout is None or shape is None or layout.is_first(shape)
+
+
+def _has_samples(layout: Layout | None) -> bool:
+    return layout is not None and layout.is_batched and not layout.is_constant
 
 
 def _facts(layout: Layout | None) -> tuple[Any, ...] | None:
