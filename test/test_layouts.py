@@ -222,19 +222,34 @@ def test_error(name: str) -> None:
         loss.backward()
 
 
+class Constant(nn.Module):
+    """The same prediction for all samples."""
+
+    def __init__(self, is_expanded: bool) -> None:
+        super().__init__()
+        self.is_expanded = is_expanded
+        self.p = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.p.expand(x.shape[0], -1) if self.is_expanded else torch.stack([self.p] * 4)
+
+
 def test_a_tensor_without_samples_as_the_prediction() -> None:
-    class Constant(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.p = nn.Parameter(torch.randn(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.p.expand(x.shape[0], -1)
-
-    model, lossfunc = extend(Constant(), use_converter=True), extend(nn.MSELoss())
+    model, lossfunc = extend(Constant(False), use_converter=True), extend(nn.MSELoss())
     loss = lossfunc(model(torch.rand(4, 2)), torch.rand(4, 3))
     with pytest.raises(ValueError, match="no samples"), backpack(extensions.BatchGrad()):
         loss.backward()
+
+
+@pytest.mark.parametrize("converter", [True, "record"])
+def test_a_prediction_that_is_expanded_for_all_samples(converter: Any) -> None:
+    model, lossfunc = extend(Constant(True).double(), use_converter=converter), nn.MSELoss()
+    X, y = torch.rand(4, 2).double(), torch.rand(4, 3).double()
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        extend(lossfunc)(model(X), y).backward()
+    (p,) = model.parameters()
+    torch.testing.assert_close(p.grad_batch, 2 * (p.detach() - y) / 12)
+    torch.testing.assert_close(p.diag_ggn_exact, torch.full_like(p, 2 / 3))
 
 
 def test_dropout_of_a_tensor_without_samples() -> None:

@@ -1286,6 +1286,69 @@ def test_kronecker_factors_of_what_is_the_same_for_all_samples(
     torch.testing.assert_close(factor, expected)
 
 
+QUERIES: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "expanded": lambda q, n: q.expand(n, -1, -1),
+    "repeated": lambda q, n: q.unsqueeze(0).repeat(n, 1, 1),
+    "tanh": lambda q, n: q.broadcast_to(n, *q.shape).tanh(),
+    "interleaved": lambda q, n: q[None].repeat_interleave(n, 0),
+    "merged": lambda q, n: q.repeat(n, 1),
+    "first": lambda q, n: q[:1].expand(n, -1),
+    "sequences first": lambda q, n: q[:, None].expand(-1, n, -1),
+    "repeated, sequences first": lambda q, n: q.unsqueeze(1).repeat(1, n, 1),
+}
+
+
+class WithQueries(nn.Module):
+    """Learned queries, the same for all samples, which a layer reads."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.table, self.layer, self.head = nn.Embedding(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.layer(QUERIES[self.name](self.table.weight, x.shape[0]))
+        if "sequences" in self.name:
+            return self.head(x * queries).mean(0)
+        return self.head(x[:, None] * queries.reshape(x.shape[0], -1, 3)).mean(1)
+
+
+@pytest.mark.parametrize("converter", ["record", True])
+@pytest.mark.parametrize("samples", [1, 2, 3])
+@pytest.mark.parametrize("name", QUERIES)
+def test_kronecker_factors_of_learned_queries(name: str, samples: int, converter: Any) -> None:
+    """The factor of a layer that reads them was N times as large."""
+    plain, lossfunc = WithQueries(name).double(), nn.MSELoss()
+    model = extend(copy.deepcopy(plain), use_converter=converter)
+    X, y = torch.rand(samples, 3).double(), torch.rand(samples, 2).double()
+    with backpack(extensions.KFLR(), extensions.BatchGrad(), extensions.DiagGGNExact()):
+        extend(lossfunc)(model(X), y).backward()
+    one = QUERIES[name](plain.table.weight, 1).detach().reshape(-1, 3)
+    torch.testing.assert_close(model.layer.weight.kflr[1], one.T @ one)
+    for field, truth in (("grad_batch", oracle.batch_grad), ("diag_ggn_exact", oracle.ggn_diag)):
+        for p, known in zip(model.parameters(), truth(plain, lossfunc, X, y), strict=True):
+            torch.testing.assert_close(getattr(p, field), known)
+
+
+@pytest.mark.parametrize("converter", ["record", True])
+def test_kronecker_factors_of_large_learned_queries(converter: Any) -> None:
+    """What they are expanded to is too large to be kept."""
+
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries, self.layer = nn.Parameter(torch.randn(16, 64)), nn.Linear(64, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.layer(self.queries.expand(len(x), -1, -1)) * x[:, None]).sum(1)
+
+    model = extend(Large().double(), use_converter=converter)
+    with backpack(extensions.KFLR()):
+        extend(nn.MSELoss())(model(torch.rand(64, 2).double()), torch.zeros(64, 2)).backward()
+    queries = model.queries.detach()
+    torch.testing.assert_close(model.layer.weight.kflr[1], queries.T @ queries)
+
+
 def parts(m: Any, x: Tensor) -> Tensor:
     first, second, _ = m.layer(x.new_ones(3, 3)).unbind(0)
     return x * first + second
@@ -1299,6 +1362,8 @@ CUT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "sum": lambda m, x: x * m.layer(x.new_ones(3, 3)).tanh().sum(),
     "chosen": lambda m, x: x * m.layer(x.new_ones(3, 3)).tanh()[(x[:, 0] > 0.5).long()],
     "both": lambda m, x: (v := m.layer(torch.ones(3, 3, dtype=x.dtype)).tanh())[0] * x + x @ v,
+    "expanded": lambda m, x: x @ m.layer(m.table.weight[:1].expand(3, -1)).tanh(),
+    "repeated": lambda m, x: x * m.layer(m.table.weight[:1].repeat(3, 1)).tanh().sum(0),
 }
 
 

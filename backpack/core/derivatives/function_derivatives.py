@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn import Module
 
@@ -28,6 +28,7 @@ from backpack.core.record.data_flow import (
     is_of_inputs,
     tensors_in,
 )
+from backpack.core.record.data_notes import running
 from backpack.core.record.generators import evaluated_alike
 from backpack.core.record.kinds import CASTS, ENTRIES
 from backpack.core.record.layout import Layout, unbatched
@@ -43,6 +44,9 @@ BY_INDICES = (
     *("gather", "getitem", "index_add", "index_copy", "index_put", "index_select"),
     *("scatter", "scatter_add", "scatter_reduce"),
 )
+# Functions that write entries several times, one behind the other or next to each other.
+ONE_BEHIND_THE_OTHER = ("repeat", "tile")
+REPEATS = ("expand", "expand_as", "broadcast_to", "repeat_interleave", *ONE_BEHIND_THE_OTHER)
 # Functions of sequences, which may have the samples along the second axis.
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
@@ -228,7 +232,7 @@ class FunctionDerivatives(AutomaticDerivatives):
             return None
         affine, places = found
         if not batched:
-            return affine, [unbatched() for _ in call.shape_out]
+            return affine, [self._of_no_samples(call, shape) for shape in call.shape_out]
         first = batched[0]
         if all(one is first for one in batched) and all(place == first.facts for place in places):
             return affine, [first for _ in places]
@@ -253,6 +257,23 @@ class FunctionDerivatives(AutomaticDerivatives):
                 known = assumed or is_fixed, batched[0].dims, sources
                 layouts.append(Layout(before, count, *known, owners, is_constant or is_fixed))
         return affine, layouts
+
+    @staticmethod
+    def _of_no_samples(call: Call, shape: Size) -> Layout:
+        """Let what is repeated for all samples, such as learned queries, have a row for each."""
+        samples = running()[-1].samples if running() else 0
+        function = getattr(call.module, "function", None)
+        name = function if isinstance(function, str) else getattr(function, "__name__", "")
+        if samples > 1 and name in REPEATS:
+            own = call.shape_in[0] or Size(())
+            sizes = (1,) * (len(shape) - len(own)) + tuple(own)
+            # the last one of several axes is that of features
+            for axis, size in enumerate(sizes[: max(1, len(shape) - 1)]):
+                is_in_order = size == 1 or name in ONE_BEHIND_THE_OTHER
+                if is_in_order and shape[axis] == samples * size:
+                    before = shape[:axis].numel()
+                    return Layout(before, samples, True, len(shape), is_constant=True)
+        return unbatched()
 
     @staticmethod
     def _key(call: Call, facts: Sequence[Any]) -> Any:

@@ -291,7 +291,8 @@ class PlacedCall(ModuleState):
 
     def note_correction(self) -> None:
         """Find out where the samples are, now that a later module has corrected it."""
-        if not any(one is not None and one.samples for one in self.layouts_in):
+        is_corrected = tuple(map(_facts, self.layouts_in)) != self.relied_on
+        if is_corrected and not any(one is not None and one.samples for one in self.layouts_in):
             for one in self.layouts_out:  # of the parts of a constant, all have none then
                 if one is not None and one.is_constant and one.samples:
                     one.mark_unbatched()
