@@ -2132,6 +2132,24 @@ def test_individual_gradients_of_targets_that_broadcast_are_told() -> None:
         value.backward()
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("loss", [nn.L1Loss(), nn.PoissonNLLLoss()])
+@pytest.mark.parametrize(("shape", "is_told"), [((4, 3), False), ((1, 4), True)])
+def test_predictions_that_meet_several_targets_of_their_sample(
+    loss: nn.Module, shape: tuple[int, int], is_told: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    X, y = torch.randn(4, 5), torch.rand(shape)
+    model = extend(nn.Linear(5, 1))
+    with backpack(extensions.BatchGrad()):
+        extend(loss)(model(X), y).backward()
+    assert any("mixes the samples" in str(told.message) for told in recwarn) == is_told
+    if not is_told:
+        for n in range(4):
+            alone = loss(model(X[n : n + 1]), y[n : n + 1]) / 4
+            (expected,) = torch.autograd.grad(alone, model.weight)
+            assert_close(model.weight.grad_batch[n], expected)
+
+
 class Centred(nn.Module):
     """A loss in which samples meet, at the predictions or at the targets."""
 

@@ -46,6 +46,9 @@ class ElementwiseLossDerivatives(BaseLossDerivatives):
             return True
         if x is None or y is None or x == y:
             return False
+        is_aligned = len(x) == len(y) and x[:1] == y[:1]
+        if is_aligned and all(i in (1, j) for i, j in zip(x, y, strict=True)):
+            return False  # an entry of a sample meets several targets of it
         if torch.broadcast_shapes(x, y) != x:
             return True
         return len(y) < len(x) and y[:1] == x[:1]
