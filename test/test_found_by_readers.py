@@ -669,6 +669,24 @@ def test_products_in_inference_mode() -> None:
         assert_close(hessian_vector_product(loss, params, vectors), expected)
 
 
+def test_gradients_of_a_layer_that_sees_no_positions() -> None:
+    """Those of a layer at positions of which there are none are zero, as in plain autograd."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # layers without entries are not initialised
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Flatten(), nn.Linear(0, 3))
+    exts = extensions.DiagGGNExact(), extensions.BatchDiagGGNExact(), extensions.DiagHessian()
+    with backpack(*exts, extensions.SumGradSquared()):
+        loss = extend(nn.CrossEntropyLoss())(
+            extend(model)(torch.rand(N, 0, 3)), torch.arange(N) % 3
+        )
+        loss.backward()
+    for p in model[0].parameters():
+        assert not p.grad.any() and not p.diag_ggn_exact.any() and not p.diag_h.any()
+        assert_close(p.diag_ggn_exact_batch, torch.zeros(N, *p.shape))
+    diagonal = torch.softmax(model(torch.rand(N, 0, 3)), 1)
+    assert_close(model[3].bias.diag_ggn_exact, (diagonal - diagonal.square()).mean(0))
+
+
 def test_blocks_of_a_generator() -> None:
     model, (X, y) = extend(mlp()), batch()
     with backpack(extensions.EKFAC()):

@@ -162,7 +162,7 @@ def fewer_columns(s: Tensor, wanted: Set[str], weights: Tensor | None) -> Tensor
     ``[V, B, O, T] -> [T, B, O, T]``.
     """
     sees_columns = not wanted <= {"batch_square", "square", "square_norm"} or weights is not None
-    is_dearer = torch.is_grad_enabled() or not s.is_cpu or len(s) < 4 * s.shape[3]
+    is_dearer = torch.is_grad_enabled() or not s.is_cpu or not 0 < 4 * s.shape[3] <= len(s)
     if sees_columns or is_dearer or not FEWER_POSITIONS.is_on:
         return s
     stacked = at_least_single(s.permute(1, 2, 0, 3))
