@@ -669,6 +669,32 @@ def test_products_in_inference_mode() -> None:
         assert_close(hessian_vector_product(loss, params, vectors), expected)
 
 
+@pytest.mark.parametrize("is_outside", [True, False])
+def test_backward_passes_in_inference_mode(is_outside: bool) -> None:
+    """Plain autograd computes gradients there, too."""
+    model, (X, y) = mlp(), batch()
+    lossfunc = nn.CrossEntropyLoss(reduction="sum")
+    params = [*model.parameters()]
+    alone = [
+        torch.autograd.grad(lossfunc(model(x[None]), t[None]), params)
+        for x, t in zip(X, y, strict=True)
+    ]
+    loss = extend(lossfunc)(extend(model)(X), y)
+    exts = extensions.BatchGrad(), extensions.DiagHessian()
+    modes = [torch.inference_mode(), backpack(*exts)]
+    with modes[not is_outside], modes[is_outside]:
+        loss.backward()
+    with torch.no_grad():
+        for p, *rows in zip(params, *alone, strict=True):
+            assert_close(p.grad, sum(rows))
+            assert_close(p.grad_batch, torch.stack(rows))
+            p.grad.zero_()  # what comes next may change it
+    for p in params:
+        gradient = torch.autograd.grad(lossfunc(model(X), y), p, create_graph=True)[0].flatten()
+        second = [torch.autograd.grad(g, p, retain_graph=True)[0].flatten() for g in gradient]
+        assert_close(p.diag_h.flatten(), torch.stack(second).diagonal())
+
+
 def test_gradients_of_a_layer_that_sees_no_positions() -> None:
     """Those of a layer at positions of which there are none are zero, as in plain autograd."""
     with warnings.catch_warnings():

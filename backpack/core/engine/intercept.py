@@ -98,6 +98,9 @@ class InterceptBackward(overrides.TorchFunctionMode):
         if func not in self._ENTRIES or self.was_left:
             result = func(*args, **kwargs)
             return result if note is None else note(func, args, kwargs, result)
+        if torch.is_inference_mode_enabled():  # parameters would have no views with a graph there
+            with torch.inference_mode(False):
+                return self.__torch_function__(func, types, args, kwargs)
         tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
         roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         outer = STATE.get().entry
