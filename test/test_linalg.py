@@ -947,6 +947,16 @@ def test_jacobian_notices_changes() -> None:
         Jacobian(problem.model, data)
 
 
+@pytest.mark.parametrize("give", [lambda X: X, lambda X: {"X": X}])
+def test_a_batch_is_not_several(give: Any) -> None:
+    """The rows of one would be batches, and what a model averages over another axis."""
+    X = torch.rand(4, 3, 2)
+    with pytest.raises(ValueError, match=r"batches, but got one .*data=\[X\]"):
+        Jacobian(nn.Linear(2, 1), give(X))
+    with pytest.raises(ValueError, match=r"batches, but got one .*data=\[\(X, y\)\]"):
+        GGN(nn.Linear(2, 1), nn.MSELoss(), give(X))
+
+
 class Reordered:
     """A batch whose samples have another order in each pass."""
 

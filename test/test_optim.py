@@ -652,7 +652,10 @@ def test_a_missing_quantity_is_an_error_that_names_the_parameter(make: Any) -> N
 
     plain = nn.Sequential(nn.Linear(3, 2)).double()
     optimiser = make(plain.parameters())
-    with pytest.raises(RuntimeError, match=r"parameter 0 of group 0.*Call extend\(\) on the model"):
+    message = (
+        r"parameter 0 of group 0.*Call extend\(\) on the model.*use_converter=True if functions"
+    )
+    with pytest.raises(RuntimeError, match=message):
         optimiser.step(make_closure(plain, optimiser))
 
 

@@ -366,11 +366,16 @@ def is_same_state(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def check_has_batches(data: object) -> None:
-    """Refuse a data set of samples: their axes would be taken for that of a batch.
+    """Refuse a data set of samples, or one batch: other axes would be taken for that of samples.
 
     Raises:
         ValueError: If it is one.
     """
+    if isinstance(data, (Tensor, Mapping)):
+        raise ValueError(
+            f"Data are batches, but got one {type(data).__name__}, of which each entry would be a "
+            "batch. A single batch is data=[(X, y)]; where no targets are needed, data=[X]."
+        )
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         raise ValueError(
             f"Data are batches (X, y), but {type(data).__name__} has a sample in each item. Use "

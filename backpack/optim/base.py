@@ -258,8 +258,9 @@ class ExtensionOptimizer(Optimizer):
             )
         return RuntimeError(
             f"{name} {what}. Call extend() on the model (and "
-            "the loss), and backward() inside `with backpack(*optimizer.extensions):`, or give "
-            "step() a closure."
+            "the loss), with use_converter=True if functions of its forward pass use parameters, "
+            "and backward() inside `with backpack(*optimizer.extensions):`, or give step() a "
+            "closure."
         )
 
     def _describe(self, p: Tensor) -> str:

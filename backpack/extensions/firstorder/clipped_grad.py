@@ -185,8 +185,10 @@ def _joint_squares(gradients: Sequence[FactoredGrad]) -> Tensor:
     if len(shapes) > 1:
         raise ValueError(
             "Parameters with individual gradients of different numbers of samples have no joint "
-            f"norms: {', '.join(map(str, shapes.values()))}. Clip them in groups of their own "
-            "(per=...), or use one backward pass for each batch."
+            f"norms: {', '.join(map(str, shapes.values()))}. If functions in the forward pass "
+            "choose or move rows (of experts, of tokens), use extend(model, use_converter=True); "
+            "else clip them in groups of their own (per=...), or use one backward pass for each "
+            "batch."
         )
     squares = [g.square_norms() for g in gradients]
     precision = reduce(torch.promote_types, (s.dtype for s in squares))
