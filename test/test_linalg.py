@@ -1690,6 +1690,36 @@ def test_wrong_losses() -> None:
     assert_close(build(Hessian, concave).to_dense(), dense_hessian(concave))
 
 
+class OfTwoTasks(nn.Module):
+    """A sum of squares by functions, and the cross entropy of the other outputs."""
+
+    reduction = "mean"
+
+    def __init__(self, entropy: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.entropy = entropy
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        return f[:, :1].square().sum(1).mean() + 0.3 * self.entropy(f[:, 1:], y)
+
+
+@pytest.mark.parametrize("kind", [DiagonalGGN, DiagonalHessian, KroneckerGGN, EKFAC, GGNSpectrum])
+def test_losses_that_are_more_than_the_modules_inside(kind: Any) -> None:
+    """Curvature was that of the modules alone, with a warning."""
+    model, (X, y) = nn.Linear(3, 4).double(), (inputs(3).double(), torch.arange(N) % 3)
+    with pytest.raises(ValueError, match=r"more of 'entropy' .*PowBackward0.*by functions"):
+        kind(model, OfTwoTasks(nn.CrossEntropyLoss()), [(X, y)])
+    if kind in (DiagonalGGN, GGNSpectrum):
+        loss_function = OfTwoTasks(nn.functional.cross_entropy)
+        found = kind(model, loss_function, [(X, y)]).to_dense()
+        (J,) = jacobian(lambda w: (X @ w.T).flatten(), (model.weight,))
+        at = model(X).detach()
+        H = torch.func.hessian(loss_function)(at, y).reshape(at.numel(), -1)
+        of_weight = J.flatten(1).T @ H @ J.flatten(1)
+        expected = of_weight if kind is GGNSpectrum else of_weight.diagonal().diag()
+        assert_close(found[:12, :12], expected)
+
+
 def test_model_with_several_outputs() -> None:
     problem = PROBLEMS["mlp"]()
     two = nn.Sequential(problem.model)

@@ -31,6 +31,7 @@ class Extension(Protocol):
     rules: Any  # those that users have registered, by module class
     saved_quantities: Any
     looks_at_loss: bool
+    is_of_operator: bool
     program: Any  # is told of the functions that run in the context
 
     @property

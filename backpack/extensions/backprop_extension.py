@@ -44,6 +44,7 @@ class BackpropExtension(ShowsOptions):
         result_dtype: Precision of the results; None for that of the parameter.
         belongs_to_gradient: Whether the result is used together with ``p.grad`` of the same pass.
         looks_at_loss: Whether it matters what is computed beside an extended loss, or behind it.
+        is_of_operator: Whether the result is that of a whole loss: a part of it is an error.
         program: Is told of the functions that run in the context, if there is one.
         overrides_extract: Whether a subclass says what it makes of its ``needs``.
         collects: Whether it makes results of what all parameters have, see :meth:`finish`.
@@ -57,6 +58,7 @@ class BackpropExtension(ShowsOptions):
     result_dtype: torch.dtype | None = None
     belongs_to_gradient: ClassVar[bool] = False
     looks_at_loss: bool = False
+    is_of_operator: bool = False
     program: Any = None
     overrides_extract: ClassVar[bool] = False
     collects: ClassVar[bool] = False

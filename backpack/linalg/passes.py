@@ -36,6 +36,7 @@ def values_of(
     for i, ext in enumerate(exts):
         ext.savefield = f"_backpack_linalg_{i}"
         ext._fail_mode = FAIL_ERROR  # a part of the uses is another matrix
+        ext.is_of_operator = True
     try:
         root.backward(inputs=list(params), retain_graph=retain_graph)
     finally:

@@ -16,6 +16,7 @@ from backpack.core.engine.spread import words
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import is_foreign_function, origin
 from backpack.core.record.visits import Visit
+from backpack.core.types import Extension
 from backpack.core.values import has_values
 from backpack.utils.warning import warn
 
@@ -26,10 +27,13 @@ LINEAR_NODES = words(
 )
 
 
-def check_losses(plan: Plan, roots: Sequence[Tensor | GradientEdge]) -> bool:
+def check_losses(
+    plan: Plan, roots: Sequence[Tensor | GradientEdge], exts: Sequence[Extension]
+) -> bool:
     """Refuse losses of several numbers; warn if ``backward()`` is not of constants times losses.
 
-    Return whether the ``roots``, which it was called on, are known to be such multiples.
+    That is an error for ``exts`` of an operator, which is the curvature of the loss that it was
+    given. Return whether the ``roots``, which it was called on, are known to be such multiples.
     """
     for call in plan.losses:
         if call.shape_out[0].numel() != 1:
@@ -47,6 +51,14 @@ def check_losses(plan: Plan, roots: Sequence[Tensor | GradientEdge]) -> bool:
     for change in changes:
         if change is not None:
             names = ", ".join(describe(call.module) for call in plan.losses)
+            if any(ext.is_of_operator for ext in exts):
+                raise ValueError(
+                    f"The loss makes more of {names} than a sum of multiples ({change}): the "
+                    f"curvature would be that of {names} alone. Compute all terms of a loss of "
+                    "your own by functions, without modules inside (F.cross_entropy), and leave "
+                    "penalties of parameters out: A.damped(c) adds that of 0.5 * c * "
+                    "p.square().sum()."
+                )
             warn(
                 f"backward() was called on a loss that was modified after {names} ({change}): "
                 "second-order quantities are those of the extended losses alone, multiplied "

@@ -95,7 +95,7 @@ class SecondOrder:
         plan = Plan([*calls, *functions])
         if not (plan.calls or has_results):  # at most what only reshapes, of a model not extended
             return
-        are_constant_multiples = check_losses(plan, roots)
+        are_constant_multiples = check_losses(plan, roots, exts)
         self._check_support(plan, is_nested)
         if not plan.calls:  # nothing but calls without a rule, of which a warning has told
             return
