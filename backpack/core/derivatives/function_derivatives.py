@@ -23,6 +23,7 @@ from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.data_flow import (
     NODES_OF_GRAPHS,
+    REPEATS,
     assumption_behind,
     is_all_data,
     is_of_inputs,
@@ -45,8 +46,7 @@ BY_INDICES = (
     *("scatter", "scatter_add", "scatter_reduce"),
 )
 # Functions that write entries several times, one behind the other or next to each other.
-ONE_BEHIND_THE_OTHER = ("repeat", "tile")
-REPEATS = ("expand", "expand_as", "broadcast_to", "repeat_interleave", *ONE_BEHIND_THE_OTHER)
+SPREADS = {"expand", "expand_as", "broadcast_to", "repeat_interleave", *REPEATS}
 # Functions of sequences, which may have the samples along the second axis.
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
@@ -264,12 +264,12 @@ class FunctionDerivatives(AutomaticDerivatives):
         samples = running()[-1].samples if running() else 0
         function = getattr(call.module, "function", None)
         name = function if isinstance(function, str) else getattr(function, "__name__", "")
-        if samples > 1 and name in REPEATS:
+        if samples > 1 and name in SPREADS:
             own = call.shape_in[0] or Size(())
             sizes = (1,) * (len(shape) - len(own)) + tuple(own)
             # the last one of several axes is that of features
             for axis, size in enumerate(sizes[: max(1, len(shape) - 1)]):
-                is_in_order = size == 1 or name in ONE_BEHIND_THE_OTHER
+                is_in_order = size == 1 or name in REPEATS
                 if is_in_order and shape[axis] == samples * size:
                     before = shape[:axis].numel()
                     return Layout(before, samples, True, len(shape), is_constant=True)
