@@ -19,7 +19,7 @@ from torch.nn import Module
 from backpack.context import STATE
 from backpack.core.record.compiler import in_transform, is_traced
 from backpack.core.record.data_flow import take_mixing
-from backpack.core.record.data_notes import OF_DATA, assigned_place
+from backpack.core.record.data_notes import OF_DATA, assigned_place, has_numbers
 from backpack.core.record.layout import Place
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import derivatives_of, is_leaf
@@ -103,6 +103,8 @@ class Given:
                     return False
         rows = {size for known in self.tensors for size, _ in known.places(axes)}
         if place[0] < 2 or place[0] not in rows:  # known by that
+            return False
+        if not (place[1] or is_argument or has_numbers(x)):  # positions, expanded for all samples
             return False
         if is_argument or not is_computed or axis or read.has_outer_rows:
             return is_argument
