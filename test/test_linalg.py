@@ -2119,3 +2119,24 @@ def test_pooling_that_draws_its_windows_is_no_function_of_samples() -> None:
                 GGN(model, nn.CrossEntropyLoss(), [(X, y)])
         else:
             GGN(model, nn.CrossEntropyLoss(), [(X, y)]) @ torch.ones(12)
+
+
+@pytest.mark.parametrize("operator", [GGN, Hessian, EmpiricalFisher, FisherMC, Influence])
+def test_batches_of_weight_zero_that_label_smoothing_counts(operator: Any) -> None:
+    """They were left out of the matrix without a word."""
+    model = nn.Linear(2, 3)
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1.0, 2.0]), label_smoothing=0.2)
+    X, y = torch.rand(5, 2), torch.tensor([1, 2, 1, 0, 0])
+    batches = [(X[:3], y[:3]), (X[3:], y[3:])]
+    with pytest.raises(ValueError, match=r"class weight 0, but label_smoothing = 0\.2"):
+        found = operator(model, loss, batches)
+        found @ torch.ones(9) if isinstance(found, LinearOperator) else found.scores([(X, y)])
+    total = nn.CrossEntropyLoss(loss.weight, label_smoothing=0.2, reduction="sum")
+    params = dict(model.named_parameters())
+    blocks = hessian(
+        lambda *p: total(functional_call(model, dict(zip(params, p, strict=True)), X), y) / 4,
+        tuple(params.values()),
+    )
+    found = DiagonalGGN(model, loss, batches).to_dense().diag()
+    rows = [blocks[i][i].reshape(p.numel(), -1) for i, p in enumerate(params.values())]
+    assert_close(found, torch.cat([block.diag() for block in rows]))

@@ -480,7 +480,7 @@ def _of_batch(
         output = output_drawing_nothing("The curvature", model, X, objective.loss_function)
         if not any(len(x) for x in tensors_of(output) if x.dim()):
             return 0.0, []
-        weight = objective.weight(X, output, targets)
+        weight = objective.weight(X, output, targets, skips_zero=False)
         if not weight:  # without targets that count, a mean is 0 / 0, and a sum 0
             loss_of = copy(loss_of)
             loss_of.reduction = "sum"

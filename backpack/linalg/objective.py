@@ -206,12 +206,25 @@ class Objective:
         *totals, weights = self.group.total(what, [*values, own])
         return [*totals, float(weights)]
 
-    def weight(self, X: Any, output: Any, targets: Sequence[Any]) -> float:
+    def weight(self, X: Any, output: Any, targets: Sequence[Any], skips_zero: bool = True) -> float:
         """Return the weight of a batch: the number that the mean of its losses divides by, or 1.
 
         See :func:`backpack.core.derivatives.terms.num_terms`.
+
+        Raises:
+            ValueError: If it is zero, so that a caller which ``skips_zero`` leaves the batch out,
+                but label smoothing lets other classes than the targets count.
         """
-        return num_terms(self.loss_function, output, targets, lambda: self.place(X, output).axis)
+        loss: Any = self.loss_function
+        weight = num_terms(loss, output, targets, lambda: self.place(X, output).axis)
+        is_smoothed = skips_zero and not weight and vars(loss).get("label_smoothing")
+        if is_smoothed and bool((targets[0] != loss.ignore_index).any()):
+            raise ValueError(
+                f"All targets of a batch have the class weight 0, but label_smoothing = "
+                f"{loss.label_smoothing} lets other classes count: the mean of that batch is no "
+                "number. Use larger batches, or reduction='sum'."
+            )
+        return weight
 
     def place(self, X: Any, output: Any) -> Place:
         """Return where the samples are in the output: where they are in that of the first batch.
