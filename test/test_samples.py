@@ -1264,7 +1264,7 @@ FIRST: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 def test_positions_expanded_for_as_many_samples() -> None:
-    """Without a converter, those of N = T = 3 were told to mix samples, and refused by DPSGD."""
+    """Without a converter, those of N = T = 3 were told to mix samples."""
     positions = torch.arange(3)
     model = extend(OfConstants(lambda m, x: x * m.table(positions.expand(len(x), 3)).mean(1)))
     loss = extend(nn.MSELoss())(model(torch.rand(3, 3)), torch.zeros(3, 2))
