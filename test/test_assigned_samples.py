@@ -520,15 +520,26 @@ def test_nodes_that_receive_no_message(
         torch.testing.assert_close(parameters[i].grad_batch, wanted[i], **TOLERANCE)
 
 
-def test_graphs_without_nodes_where_there_are_as_many_nodes() -> None:
-    """A row of zeros may be that of a graph, or of a node of another one: it is refused."""
-    plain, (x, edges, _) = Network(), graphs([1, 2])
-    numbers = torch.tensor([0, 2, 2])
-    model = extend(copy.deepcopy(plain), use_converter="record")
-    assign_samples(x, numbers)
-    loss = extend(nn.CrossEntropyLoss())(model(x, edges, numbers, 3), torch.arange(3))
-    with pytest.raises(ValueError, match="samples of the batch"), backpack(extensions.BatchGrad()):
-        loss.backward()
+@pytest.mark.parametrize("converter", ["record", True])
+@pytest.mark.parametrize("readout", ["sum", "mean", "max", "nodes"])
+@pytest.mark.parametrize("passing", ["sum", "attention"])
+@pytest.mark.parametrize("numbers", [[0, 2, 2], [1, 2, 2], [0, 0, 2], [1, 1, 2, 2]], ids=str)
+def test_graphs_without_nodes_where_there_are_as_many_nodes(
+    numbers: list[int], passing: str, readout: str, converter: Any
+) -> None:
+    """It was an error: zeros that are filled have a row for each graph, or for each node."""
+    count, plain = len(numbers), Network(passing, readout)
+    x, edges, _ = graphs([n for n in map(numbers.count, range(count)) if n])
+    batch = x, edges, torch.tensor(numbers)
+    model = extend(copy.deepcopy(plain), use_converter=converter)
+    assign_samples(x, batch[2], count)
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        extend(nn.CrossEntropyLoss())(model(*batch, count), targets(plain, batch, count)).backward()
+    individual, diagonals = (f(plain, batch, count) for f in (individual_gradients, ggn_diagonals))
+    parameters = [*model.parameters()]
+    for i in trained(plain):
+        torch.testing.assert_close(parameters[i].grad_batch, individual[i], **TOLERANCE)
+        torch.testing.assert_close(parameters[i].diag_ggn_exact, diagonals[i], **TOLERANCE)
 
 
 class OfOne(nn.Module):

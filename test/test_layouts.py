@@ -223,27 +223,36 @@ def test_error(name: str) -> None:
 
 
 class Constant(nn.Module):
-    """The same prediction for all samples."""
+    """A prediction that does not depend on the data."""
 
-    def __init__(self, is_expanded: bool) -> None:
+    def __init__(self, function: Callable[[Tensor, int], Tensor], *shape: int) -> None:
         super().__init__()
-        self.is_expanded = is_expanded
-        self.p = nn.Parameter(torch.randn(3))
+        self.function = function
+        self.p = nn.Parameter(torch.randn(*shape))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.p.expand(x.shape[0], -1) if self.is_expanded else torch.stack([self.p] * 4)
+        return self.function(self.p, x.shape[0])
 
 
 def test_a_tensor_without_samples_as_the_prediction() -> None:
-    model, lossfunc = extend(Constant(False), use_converter=True), extend(nn.MSELoss())
+    model = extend(Constant(lambda p, _: p.tanh(), 4, 3), use_converter=True)
+    lossfunc = extend(nn.MSELoss())
     loss = lossfunc(model(torch.rand(4, 2)), torch.rand(4, 3))
     with pytest.raises(ValueError, match="no samples"), backpack(extensions.BatchGrad()):
         loss.backward()
 
 
+REPEATED: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "expanded": lambda p, n: p.expand(n, -1),
+    "stacked": lambda p, n: torch.stack([p] * n),
+}
+
+
 @pytest.mark.parametrize("converter", [True, "record"])
-def test_a_prediction_that_is_expanded_for_all_samples(converter: Any) -> None:
-    model, lossfunc = extend(Constant(True).double(), use_converter=converter), nn.MSELoss()
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_prediction_that_is_repeated_for_all_samples(name: str, converter: Any) -> None:
+    model = extend(Constant(REPEATED[name], 3).double(), use_converter=converter)
+    lossfunc = nn.MSELoss()
     X, y = torch.rand(4, 2).double(), torch.rand(4, 3).double()
     with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
         extend(lossfunc)(model(X), y).backward()

@@ -1303,6 +1303,12 @@ QUERIES: dict[str, Callable[[Tensor, int], Tensor]] = {
     "first": lambda q, n: q[:1].expand(n, -1),
     "sequences first": lambda q, n: q[:, None].expand(-1, n, -1),
     "repeated, sequences first": lambda q, n: q.unsqueeze(1).repeat(1, n, 1),
+    "stacked": lambda q, n: torch.stack([q] * n),
+    "stacked, sequences first": lambda q, n: torch.stack([q] * n, dim=1),
+    "concatenated": lambda q, n: torch.cat([q[None]] * n),
+    "joined": lambda q, n: torch.cat([q] * n),
+    "both, sequences first": lambda q, n: q[:1, None].expand(3, n, -1),
+    "ones, sequences first": lambda q, n: torch.ones(2, n, 3, dtype=q.dtype),
 }
 
 
@@ -1335,7 +1341,8 @@ def test_kronecker_factors_of_learned_queries(name: str, samples: int, converter
     torch.testing.assert_close(model.layer.weight.kflr[1], one.T @ one)
     for field, truth in (("grad_batch", oracle.batch_grad), ("diag_ggn_exact", oracle.ggn_diag)):
         for p, known in zip(model.parameters(), truth(plain, lossfunc, X, y), strict=True):
-            torch.testing.assert_close(getattr(p, field), known)
+            if p.grad is not None:
+                torch.testing.assert_close(getattr(p, field), known)
 
 
 @pytest.mark.parametrize("converter", ["record", True])
@@ -1391,6 +1398,40 @@ def test_parts_of_a_table_with_as_many_rows_as_samples(
         for p, known in zip(model.parameters(), truth(plain, lossfunc, X, y), strict=True):
             if p.grad is not None:
                 torch.testing.assert_close(getattr(p, field), known)
+
+
+class Decoder(nn.Module):
+    """A recurrent layer, sequences first, that reads what is the same for all samples."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.reads = reads
+        self.layer, self.gru, self.head = nn.Linear(3, 3), nn.GRU(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        of_all = self.layer(x.new_ones(1 if self.reads == "state" else 3, x.shape[0], 3))
+        reads = (x[None], of_all) if self.reads == "state" else (of_all, x[None])
+        return self.head(self.gru(*reads)[0].mean(0))
+
+
+@pytest.mark.parametrize("converter", [None, "record", True])
+@pytest.mark.parametrize("samples", [1, 2, 3])
+@pytest.mark.parametrize("reads", ["state", "inputs"])
+def test_kronecker_factors_of_what_decoders_start_from(
+    reads: str, samples: int, converter: Any
+) -> None:
+    """The factor of the layer before was N times as large with a converter."""
+    plain, lossfunc = Decoder(reads).double(), nn.MSELoss()
+    model = copy.deepcopy(plain)
+    model = extend(model, use_converter=converter) if converter else extend(model)
+    X, y = torch.rand(samples, 3).double(), torch.rand(samples, 2).double()
+    with backpack(extensions.KFLR(), extensions.BatchGrad(), extensions.DiagGGNExact()):
+        extend(lossfunc)(model(X), y).backward()
+    factor = dict(model.named_parameters())["layer.weight"].kflr[1]
+    torch.testing.assert_close(factor, torch.full_like(factor, 1 if reads == "state" else 3))
+    for field, truth in (("grad_batch", oracle.batch_grad), ("diag_ggn_exact", oracle.ggn_diag)):
+        for p, known in zip(model.parameters(), truth(plain, lossfunc, X, y), strict=True):
+            torch.testing.assert_close(getattr(p, field), known)
 
 
 PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Size, Tensor, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn import Module
 
@@ -23,13 +23,12 @@ from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.data_flow import (
     NODES_OF_GRAPHS,
-    REPEATS,
     assumption_behind,
     is_all_data,
     is_of_inputs,
     tensors_in,
 )
-from backpack.core.record.data_notes import running
+from backpack.core.record.data_notes import memory_of, running
 from backpack.core.record.generators import evaluated_alike
 from backpack.core.record.kinds import CASTS, ENTRIES
 from backpack.core.record.layout import Layout, unbatched
@@ -45,8 +44,6 @@ BY_INDICES = (
     *("gather", "getitem", "index_add", "index_copy", "index_put", "index_select"),
     *("scatter", "scatter_add", "scatter_reduce"),
 )
-# Functions that write entries several times, one behind the other or next to each other.
-SPREADS = {"expand", "expand_as", "broadcast_to", "repeat_interleave", *REPEATS}
 # Functions of sequences, which may have the samples along the second axis.
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
@@ -188,9 +185,11 @@ class FunctionDerivatives(AutomaticDerivatives):
             for layout, shape in zip(call.layouts_in, call.shape_in, strict=True)
             if layout is not None and layout.is_batched
         ]
-        for *_, layout in batched:
-            if layout.is_constant:
-                layout.mark_unbatched()
+        for layout, shape in zip(call.layouts_in, call.shape_in, strict=True):
+            if layout is not None and layout.is_batched and layout.is_constant:
+                place = None if shape is None else layout.place(shape)
+                later = () if place is None else range(place.axis + 1, len(shape or ()) - 1)
+                layout.take_back(shape or (), later)
                 return
         doubtful = [x for x in batched if x[-1].assumed and not is_all_data(x[-1])]
         others = len({id(layout.root) for *_, layout in batched}) > 1
@@ -232,7 +231,7 @@ class FunctionDerivatives(AutomaticDerivatives):
             return None
         affine, places = found
         if not batched:
-            return affine, [self._of_no_samples(call, shape) for shape in call.shape_out]
+            return affine, [self._of_no_samples(call, i) for i in range(len(call.shape_out))]
         first = batched[0]
         if all(one is first for one in batched) and all(place == first.facts for place in places):
             return affine, [first for _ in places]
@@ -247,7 +246,9 @@ class FunctionDerivatives(AutomaticDerivatives):
             if place is None or same:
                 layouts.append(same[0] if place is not None else None)
             elif not place[1]:
-                layouts.append(unbatched())
+                of_none = unbatched()
+                of_none.is_constant = call.index < 0  # data that depends on no sample
+                layouts.append(of_none)
             else:
                 before, count, owners, *marks = place
                 if owners is not None and self._reads_rows_of_layers(call):
@@ -258,21 +259,32 @@ class FunctionDerivatives(AutomaticDerivatives):
                 layouts.append(Layout(before, count, *known, owners, is_constant or is_fixed))
         return affine, layouts
 
-    @staticmethod
-    def _of_no_samples(call: Call, shape: Size) -> Layout:
-        """Let what is repeated for all samples, such as learned queries, have a row for each."""
-        samples = running()[-1].samples if running() else 0
-        function = getattr(call.module, "function", None)
-        name = function if isinstance(function, str) else getattr(function, "__name__", "")
-        if samples > 1 and name in SPREADS:
-            own = call.shape_in[0] or Size(())
-            sizes = (1,) * (len(shape) - len(own)) + tuple(own)
-            # the last one of several axes is that of features
-            for axis, size in enumerate(sizes[: max(1, len(shape) - 1)]):
-                is_in_order = size == 1 or name in REPEATS
-                if is_in_order and shape[axis] == samples * size:
+    def _of_no_samples(self, call: Call, i: int) -> Layout:
+        """Let what is repeated for all samples, such as learned queries, have a row for each.
+
+        At random values, too, the entries of all of them are the same then.
+        """
+        samples, shape = running()[-1].samples if running() else 0, call.shape_out[i]
+        axes = shape[:-1] or shape  # the last one of several is that of features
+        may_repeat = samples > 1 and any(size and size % samples == 0 for size in axes)
+        if not (may_repeat and moves_entries(call.module)):
+            return unbatched()
+        generator, drawn_for = generator_at(call.inputs), dict[Any, Tensor]()
+        leaves = [*call.inputs]
+        for k, x in enumerate(leaves):
+            if is_real(x):  # copies in a list are one tensor, or views of it
+                key = memory_of(x) or id(x), x.stride()
+                leaves[k] = drawn_for.setdefault(key, drawn(x.shape, generator).to(x.device))
+        entries = sum(x.numel() for x in drawn_for.values())
+        if entries < shape.numel():
+            values = self._following(call, 0).evaluate(leaves)[i]
+            for axis, size in enumerate(axes):
+                is_whole = size == samples or shape.numel() == samples * entries
+                if size and size % samples == 0 and is_whole:
                     before = shape[:axis].numel()
-                    return Layout(before, samples, True, len(shape), is_constant=True)
+                    rows = values.reshape(before, samples, -1)
+                    if bool((rows == rows[:, :1]).all()):
+                        return Layout(before, samples, True, len(shape), is_constant=True)
         return unbatched()
 
     @staticmethod

@@ -251,7 +251,7 @@ class SampleAxes(Interface):
             )
         is_elsewhere = place is None or place.axis != axis
         if is_elsewhere and layout.is_constant:
-            layout.mark_unbatched()
+            layout.take_back(shape, [axis])
             return
         if is_elsewhere and layout.samples == 1 == shape[axis]:  # along any axis of one entry
             layouts = [*call.layouts_in]

@@ -47,7 +47,7 @@ class Inputs:
     def note(self, tensor: Tensor, layout: Layout, mark: Origin | None = None) -> None:
         """Remember where the samples are, until the call ends, at the mark of a tensor with one."""
         if mark is None:
-            self.notes[id(tensor)] = _form(tensor), layout, ref(tensor)
+            self.notes[id(tensor)] = memory_of(tensor), layout, ref(tensor)
         else:
             mark.layout = layout
             self.marks.append(mark)
@@ -110,11 +110,14 @@ def running() -> list[Inputs]:
 def rows_of_constant(x: Tensor) -> Layout | None:
     """Give a constant, such as the first tokens torch.zeros(N), a row for each of the samples.
 
-    That is taken back where the samples turn out to be along another axis, or nowhere in it.
+    They are along the first axis that has as many entries, ``[T, N]`` for sequences. That is taken
+    back where the samples turn out to be along another axis, or nowhere in it.
     """
-    samples = _calls.running[-1].samples if _calls.running else 0
-    if samples > 1 and x.dim() and len(x) == samples:
-        note(x, Layout(1, samples, True, x.dim(), is_constant=True))
+    samples, shape = _calls.running[-1].samples if _calls.running else 0, x.shape
+    axes = shape[:-1] if len(shape) > 1 and has_numbers(x) else shape  # others are features
+    if samples > 1 and samples in axes:
+        before = shape[: axes.index(samples)].numel()
+        note(x, Layout(before, samples, True, len(shape), is_constant=True))
     return noted(x)
 
 
@@ -124,7 +127,7 @@ def has_other_rows(data: Tensor) -> bool:
     return samples > 1 and data.dim() > 0 and len(data) != samples
 
 
-def _form(tensor: Tensor) -> Any:
+def memory_of(tensor: Tensor) -> Any:
     """Return what changes if a tensor gets other entries as a whole: shape and memory."""
     try:
         return tensor.shape, tensor.data_ptr()
@@ -148,9 +151,9 @@ def note(tensor: Tensor, layout: Layout | None) -> None:
     if layout is None:
         notes.pop(key, None)
     elif notes is OF_DATA:
-        notes[key] = _form(tensor), layout, ref(tensor, lambda _: OF_DATA.pop(key, None))
+        notes[key] = memory_of(tensor), layout, ref(tensor, lambda _: OF_DATA.pop(key, None))
     else:
-        notes[key] = _form(tensor), layout, ref(tensor)
+        notes[key] = memory_of(tensor), layout, ref(tensor)
 
 
 # Functions that have mixed the samples of data: the name goes with the tensor.
@@ -181,7 +184,7 @@ def noted(tensor: Tensor) -> Layout | None:
     """Return what :func:`note` was told, unless the tensor got another shape or memory since."""
     notes = _notes_with(tensor) if _calls.running else OF_DATA
     found = notes.get(id(tensor))
-    if found is None or found[2]() is not tensor or found[0] != _form(tensor):
+    if found is None or found[2]() is not tensor or found[0] != memory_of(tensor):
         return None
     return found[1]
 

@@ -236,6 +236,14 @@ class Layout:
                 waiting += [source.root for source in layout._sources]
         return found
 
+    def take_back(self, shape: Sequence[int], axes: Iterable[int]) -> None:
+        """Let a constant have its samples along one of some axes of this shape, or else none."""
+        fitting = [axis for axis in axes if shape[axis] == self.samples]
+        if fitting and self.may_be_corrected:
+            self.correct(shape, fitting[0])
+        else:
+            self.mark_unbatched()
+
     def mark_unbatched(self) -> None:
         """Note that there are no samples, here and in what this was derived from."""
         for layout in self.ancestors:
