@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -540,6 +540,43 @@ def test_graphs_without_nodes_where_there_are_as_many_nodes(
     for i in trained(plain):
         torch.testing.assert_close(parameters[i].grad_batch, individual[i], **TOLERANCE)
         torch.testing.assert_close(parameters[i].diag_ggn_exact, diagonals[i], **TOLERANCE)
+
+
+POOLED: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    "zeros": lambda x, own, n: torch.zeros(n, 4, dtype=x.dtype).index_add(0, own, x),
+    "new": lambda x, own, n: x.new_zeros(n, 4).index_add(0, own, x),
+    "scattered": lambda x, own, n: torch.zeros(n, 4, dtype=x.dtype).scatter_add(
+        0, own.unsqueeze(1).expand_as(x), x
+    ),
+}
+
+
+class PoolsData(Network):
+    """Adds up the nodes of each graph before the first layer."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor, edges: Tensor, numbers: Tensor, count: int) -> Tensor:
+        return self.last(torch.tanh(self.first(POOLED[self.name](x, numbers, count))))
+
+
+@pytest.mark.parametrize("converter", ["record", True])
+@pytest.mark.parametrize("numbers", [[0, 2, 2], [1, 1], [0, 1, 2], [0, 0, 1]], ids=str)
+@pytest.mark.parametrize("name", POOLED)
+def test_data_of_graphs_that_is_added_up(name: str, numbers: list[int], converter: Any) -> None:
+    """Zeros that data fills have a row for each graph, of as many nodes as well."""
+    count = 2 if numbers[-1] == 1 else 3
+    plain, (x, edges, _) = PoolsData(name), graphs([len(numbers)])
+    batch = x, edges, torch.tensor(numbers)
+    model = extend(copy.deepcopy(plain), use_converter=converter)
+    assign_samples(x, batch[2], count)
+    with backpack(extensions.BatchGrad()):
+        extend(nn.CrossEntropyLoss())(model(*batch, count), targets(plain, batch, count)).backward()
+    for p, rows in zip(model.parameters(), individual_gradients(plain, batch, count), strict=True):
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad_batch, rows, **TOLERANCE)
 
 
 class OfOne(nn.Module):
