@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -665,3 +667,20 @@ def test_leaves_without_parameters_that_see_nodes_behind_another_axis(sizes: lis
     for i in trained(plain):
         torch.testing.assert_close(parameters[i].grad_batch, individual[i], **TOLERANCE)
         torch.testing.assert_close(parameters[i].diag_ggn_exact, diagonals[i], **TOLERANCE)
+
+
+ENDING = """
+import torch
+from backpack import assign_samples
+from backpack.core.record import data_notes
+x = torch.rand(3, 2)
+assign_samples(x, torch.arange(3))
+# both outlive the modules that know them
+torch.kept, torch.notes = x, data_notes.OF_DATA
+"""
+
+
+def test_python_ends_without_a_word_while_samples_are_assigned() -> None:
+    """It told of an ignored exception where Python had taken the notes' name away first."""
+    found = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, check=True)
+    assert "ignored" not in found.stderr.decode()

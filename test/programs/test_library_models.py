@@ -1,7 +1,8 @@
 """Models of libraries whose forward passes move their samples: gradients of each sample.
 
 They merge the batch with tokens, windows or patches, put it second, or send tokens to experts.
-The truth is a loop over samples with plain autograd in float64.
+The truth is a loop over samples with plain autograd in float64. Kronecker factors of what layers
+read are those of rows that hooks have seen.
 """
 
 from __future__ import annotations
@@ -189,6 +190,30 @@ SWIN_V2 = {
     "downsample_layer": torchvision.swin_transformer.PatchMergingV2,
 }
 
+T5 = {**LANGUAGE, "d_model": 8, "d_kv": 4, "d_ff": 6, "num_layers": 1, "num_heads": 2}
+YOLOS = {
+    **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": [8, 8]},
+    **{"intermediate_size": 6, "patch_size": 4, "num_channels": 1, "num_detection_tokens": 2},
+}
+PERCEIVER = {
+    **{"num_latents": 3, "d_latents": 8, "d_model": 6, "num_blocks": 1},
+    **{"num_self_attends_per_block": 1, "num_self_attention_heads": 2},
+    **{"num_cross_attention_heads": 2, "num_labels": CLASSES},
+}
+
+
+def perceiver() -> nn.Module:
+    config = transformers.PerceiverConfig(**PERCEIVER)
+    parts = transformers.models.perceiver.modeling_perceiver
+    decoder = parts.PerceiverClassificationDecoder(
+        config,
+        num_channels=8,
+        trainable_position_encoding_kwargs={"num_channels": 8, "index_dims": 1},
+        num_heads=2,
+    )
+    return transformers.PerceiverModel(config, decoder=decoder)
+
+
 MODELS: dict[str, Model] = {
     "opt": Model(of_transformers("OPTForCausalLM", "OPTConfig", OPT), padded),
     "opt_sequence": Model(of_transformers("OPTForSequenceClassification", "OPTConfig", OPT), words),
@@ -226,6 +251,13 @@ MODELS: dict[str, Model] = {
     "bert_tokens": Model(
         of_transformers("BertForTokenClassification", "BertConfig", BERT), words, plain=True
     ),
+    "t5": Model(
+        of_transformers("T5ForConditionalGeneration", "T5Config", T5), translation, FLOAT32
+    ),
+    "yolos": Model(
+        of_transformers("YolosForObjectDetection", "YolosConfig", YOLOS), images(8, "pixel_values")
+    ),
+    "perceiver": Model(perceiver, lambda: {"inputs": torch.randn(N, T, 6, dtype=torch.float64)}),
     "timm_swin": Model(of_timm("SwinTransformer", **TIMM_SWIN), images(8)),
     "timm_swinv2": Model(of_timm("SwinTransformerV2", **TIMM_SWIN), images(8)),
     "timm_maxvit": Model(timm_maxvit, images(16)),
@@ -306,6 +338,49 @@ def diagonals(name: str) -> dict[str, Tensor]:
                     stacked = torch.stack([grads[k] for grads in J]).flatten(1)
                     diagonal = torch.einsum("cp,cd,dp->p", stacked, H[i], stacked)
                     result[key] += diagonal.reshape(p.shape)
+    return result
+
+
+# Layers whose inputs are rows, or numbers of rows, of a matrix.
+OF_ROWS = (nn.Linear, nn.Embedding, transformers.pytorch_utils.Conv1D)
+
+
+def rows_of_layers(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+    """List what each layer reads: [rows, entries of a row]."""
+    found: dict[str, list[Tensor]] = {}
+
+    def see(name: str, layer: Any, x: Tensor) -> None:
+        if isinstance(layer, nn.Embedding):
+            numbers = x[x != layer.padding_idx] if layer.padding_idx is not None else x
+            x = nn.functional.one_hot(numbers, layer.num_embeddings).double()
+        found.setdefault(name, []).append(x.detach().reshape(-1, x.shape[-1]))
+
+    hooks = [
+        layer.register_forward_hook(lambda layer, args, _, name=name: see(name, layer, args[0]))
+        for name, layer in model.named_modules()
+        if type(layer) in OF_ROWS
+    ]
+    logits(model, inputs)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def input_factors(name: str) -> dict[str, Tensor]:
+    """Return the mean over samples of A = sum of a aᵀ over rows, of layers that are called once.
+
+    As many rows for more samples are read by all samples.
+    """
+    model, inputs = MODELS[name].build()
+    rows = rows_of_layers(model, inputs)
+    twice = rows_of_layers(model, {key: torch.cat([x, x]) for key, x in inputs.items()})
+    weights = [p for _, p in model.named_parameters(remove_duplicate=False)]
+    result = {}
+    for layer, (x, *others) in rows.items():
+        weight = model.get_parameter(f"{layer}.weight")
+        if not others and sum(p is weight for p in weights) == 1:
+            of_samples = len(twice[layer][0]) == 2 * len(x)
+            result[f"{layer}.weight"] = x.T @ x / (N if of_samples else 1)
     return result
 
 
@@ -415,3 +490,25 @@ def test_without_the_converter(name: str, route: str) -> None:
 def test_second_order(name: str, route: str) -> None:
     outcome = second_order_outcome(name, ROUTES[route])
     assert outcome.kind in ("right", "refused"), outcome.reason
+
+
+@pytest.mark.parametrize(("name", "route"), cases("auto", "record"))
+def test_kronecker_factors_of_inputs(name: str, route: str) -> None:
+    """Tables count once for all samples, positions and queries of each sample once for each."""
+    try:
+        model = run(name, ROUTES[route], extensions.KFAC)
+    except Exception as error:
+        assert is_on_purpose(error)
+        return
+    expected = input_factors(name)
+    assert expected
+    for key, factor in expected.items():
+        p = model.get_parameter(key)
+        if p.grad is None:
+            continue
+        is_first = not isinstance(model.get_submodule(key.rpartition(".")[0]), nn.Linear)
+        found = p.kfac[0 if is_first else 1]
+        found = found.diag() if found.dim() == 1 else found
+        torch.testing.assert_close(
+            found, factor, rtol=0, atol=MODELS[name].rounding * max(1.0, float(factor.abs().max()))
+        )

@@ -151,7 +151,7 @@ def note(tensor: Tensor, layout: Layout | None) -> None:
     if layout is None:
         notes.pop(key, None)
     elif notes is OF_DATA:
-        notes[key] = memory_of(tensor), layout, ref(tensor, lambda _: OF_DATA.pop(key, None))
+        notes[key] = memory_of(tensor), layout, ref(tensor, lambda _: notes.pop(key, None))
     else:
         notes[key] = memory_of(tensor), layout, ref(tensor)
 
@@ -167,8 +167,8 @@ def has_numbers(x: Tensor) -> bool:
 
 def note_mixed(tensor: Tensor, by: str) -> None:
     """Remember that each entry of a tensor without a graph may depend on several samples."""
-    key = id(tensor)
-    MIXED_DATA[key] = ref(tensor, lambda _: MIXED_DATA.pop(key, None)), by
+    key, notes = id(tensor), MIXED_DATA  # which outlives its name where Python ends
+    notes[key] = ref(tensor, lambda _: notes.pop(key, None)), by
 
 
 def mixed_by(tensors: Iterable[Any]) -> str | None:
