@@ -9,6 +9,7 @@ import pickle
 import weakref
 from collections import UserDict
 from collections.abc import Iterator
+from functools import partial
 from math import pi
 from typing import Any
 
@@ -1392,6 +1393,33 @@ def test_gradients_of_the_caller_stay() -> None:
     before = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
     Laplace(model, loss, batches(X, y)).outputs(X)
     assert all(map(torch.equal, before, [p.grad for p in model.parameters()]))
+
+
+@pytest.mark.parametrize("kind", [KroneckerGGN, EKFAC, EmpiricalFisher])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_empirical_fisher(reduction: str, kind: Any) -> None:
+    """That of the likelihood, or an error: that of MSELoss is quadratic in what noise divides."""
+    options: Any = {} if kind is EmpiricalFisher else {"fisher": "empirical"}
+    chosen: Any = {"weights": {"": True}} if kind is EmpiricalFisher else {}
+    model, loss, X, y = problem("mlp", reduction)
+    each = [nn.CrossEntropyLoss()(model(x), t) for x, t in zip(X.split(1), y.split(1), strict=True)]
+    gradients = [torch.autograd.grad(term, list(model.parameters())) for term in each]
+    expected = sum(parameter_list_to_vector(g).square().sum() for g in gradients)
+    data = batches(X, y)
+    laplace = Laplace(model, loss, data, partial(kind, **options), **chosen)
+    if kind is not KroneckerGGN:  # whose trace is another one
+        assert_close(laplace.curvature.trace(), expected)
+    model, loss, X, y = problem("mse", reduction)
+    data = batches(X, y)
+    for curvature in (partial(kind, **options), kind(model, loss, data, **options)):
+        with pytest.raises(ValueError, match="is quadratic in the gradients of MSELoss"):
+            Laplace(model, loss, data, curvature, noise=0.3, **chosen)
+
+
+def test_factors_of_inputs_are_no_curvature() -> None:
+    model, loss, X, y = problem("mlp")
+    with pytest.raises(ValueError, match="no curvature of the loss"):
+        Laplace(model, loss, batches(X, y), partial(KroneckerGGN, fisher="inputs"))
 
 
 @pytest.mark.parametrize("kind", [KroneckerGGN, DiagonalGGN, EKFAC, GGN, Hessian, EmpiricalFisher])

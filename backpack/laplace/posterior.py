@@ -110,9 +110,9 @@ class Posterior:
                 Default: all.
 
         Raises:
-            ValueError: If a number is not positive, the curvature is not structured, does not fit
-                or is that of another loss or reduction, or as for
-                :class:`~backpack.linalg.MatrixFreeOperator`.
+            ValueError: If a number is not positive, the curvature is not structured, does not fit,
+                is that of another loss or reduction, of inputs alone, or the empirical Fisher of
+                ``MSELoss``, or as for :class:`~backpack.linalg.MatrixFreeOperator`.
         """
         check_read_again("Laplace", data)
         chosen = chosen_parameters(model, data, params)
@@ -142,6 +142,7 @@ class Posterior:
                 f"{given!r} is the curvature of {known.__name__}, but Laplace has "
                 f"{type(loss_function).__name__}. Build both with the same loss."
             )
+        self._check_is_curvature(given)
         self._summed, factor = self._summed_loss()
         if weights is not None:
             given = of_chosen(given, self._uncertain)
@@ -267,6 +268,24 @@ class Posterior:
             raise ValueError(
                 f"{type(self._objective.loss_function).__name__} has no noise: it is the standard "
                 "deviation of the targets of MSELoss alone."
+            )
+
+    def _check_is_curvature(self, given: LinearOperator) -> None:
+        """Refuse what is not in proportion to the loss, which its sum and the noise multiply.
+
+        Raises:
+            ValueError: If it is known to be that.
+        """
+        if given.fisher == "inputs":
+            raise ValueError(
+                f"{given!r} has factors of the inputs alone (fisher='inputs'), which are no "
+                "curvature of the loss. Use another fisher."
+            )
+        if given.fisher == "empirical" and self._is_normal:
+            raise ValueError(
+                f"{given!r} is an empirical Fisher matrix, which is quadratic in the gradients of "
+                "MSELoss, so that with a noise it is none of the likelihood. Use the GGN: "
+                "KroneckerGGN, EKFAC or DiagonalGGN with another fisher."
             )
 
     def _need_positive(self, spectrum: Tensor, delta: ByName) -> None:

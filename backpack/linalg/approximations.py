@@ -207,6 +207,7 @@ class KroneckerGGN(KroneckerOperator):
         blocks = [ext.factors(p, sums, norm) for p, sums in zip(own, totals, strict=True) if sums]
         super().__init__(blocks, ext.order(own))
         self.of_loss = objective.of_loss
+        self.fisher = fisher if fisher in ("empirical", "inputs") else None
 
 
 class EKFAC(EigenOperator):
@@ -296,6 +297,7 @@ class EKFAC(EigenOperator):
         ]
         super().__init__(blocks, factors.order(params))
         self.of_loss = objective.of_loss
+        self.fisher = "empirical" if fisher == "empirical" else None
 
 
 _STRATEGIES = {

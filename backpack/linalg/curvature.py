@@ -291,6 +291,8 @@ class EmpiricalFisher(JacobianOperator):
     :class:`~backpack.linalg.MatrixFreeOperator`.
     """
 
+    fisher = "empirical"
+
     def _at_output(
         self, X: Any, prediction: Tensor, targets: Sequence[Any], weight: float
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from math import prod
 from numbers import Real
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -39,10 +39,13 @@ class LinearOperator(ABC):
         device: Their device.
         is_symmetric: Whether it is known to be its own transposed.
         of_loss: Class and reduction of the loss whose curvature it is, if that is known.
+        fisher: What it is made of: ``"empirical"`` for gradients at the targets of the data, or
+            ``"inputs"``, see :class:`~backpack.extensions.KFAC`. None for other curvature.
     """
 
     is_symmetric = True
     of_loss: tuple[type, str] | None = None
+    fisher: Literal["empirical", "inputs"] | None = None
 
     def __init__(self, size: int | tuple[int, int], dtype: torch.dtype, device: torch.device):
         """Store the shape, ``(size, size)`` for a number, the precision and the device."""
