@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -411,6 +412,41 @@ def test_many_rows_in_single_precision() -> None:
     flat = Diagonal(torch.linspace(1, 1.01, size, dtype=torch.float32))
     nodes = spectral_density(flat, 2, 6, generator=seeded()).nodes
     assert nodes.min() < 1.001 and nodes.max() > 1.009
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e21, 1e30])
+def test_scales_whose_squares_single_precision_does_not_hold(scale: float) -> None:
+    """Such as the curvature of a network that is certain: estimates have the scale, errors too."""
+    matrix = (torch.randn(P, P) / P).float()
+    matrix = matrix @ matrix.T
+    estimators = [
+        *(partial(trace, method=name) for name in ("hutchinson", "hutch++", "xtrace")),
+        *(partial(diagonal, method=name) for name in ("hutchinson", "xdiag")),
+        *(partial(frobenius_norm, method=name) for name in ("hutchinson", "hutch++")),
+        partial(frobenius_norm, num_vectors=P),
+    ]
+    for estimate in estimators:
+        arguments: Any = {"num_vectors": 24, "generator": seeded(), **estimate.keywords}
+        expected = estimate.func(Dense(matrix), **arguments)
+        arguments["generator"] = seeded()
+        found = estimate.func(Dense(matrix * scale), **arguments)
+        for x, y in zip(found[:2], expected[:2], strict=True):
+            assert_close(x.double() / scale, y.double(), rtol=1e-2, atol=1e-6)
+    nodes = [spectral_density(Dense(matrix * s), 3, 8, seeded()).nodes for s in (1, scale)]
+    assert_close(nodes[1].double() / scale, nodes[0].double(), rtol=1e-3, atol=1e-5)
+    values = matrix.diagonal()
+    norm = frobenius_norm(DiagonalOperator(values * scale)).value.double()
+    assert_close(norm / scale, values.norm().double(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("value", [3e-4, 1.0, -2.0])
+def test_density_of_equal_eigenvalues(value: float) -> None:
+    """The default width is none of rounding, which no grid would meet."""
+    matrix = with_spectrum(torch.full((P,), value)).float()
+    found = spectral_density(Dense(matrix), 3, 5, seeded())
+    grid = torch.linspace(-0.5, 0.5, 400).float() * abs(value) + value
+    density = found.density(grid).value
+    assert_close(torch.trapezoid(density, grid), torch.tensor(1.0).float(), rtol=1e-3, atol=0)
 
 
 def test_xdiag_has_no_bias_where_signs_repeat(monkeypatch: pytest.MonkeyPatch) -> None:

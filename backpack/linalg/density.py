@@ -10,7 +10,15 @@ from torch import Generator, Tensor
 
 from backpack.core.values import at_least_single
 from backpack.linalg.algebra import known_spectrum
-from backpack.linalg.estimators import Estimate, Randomness, average, certain, randomness
+from backpack.linalg.estimators import (
+    Estimate,
+    Randomness,
+    average,
+    certain,
+    lengths,
+    randomness,
+    widest,
+)
 from backpack.linalg.operators import LinearOperator, one_number
 from backpack.utils.progress import with_bar
 
@@ -51,7 +59,7 @@ class SpectralDensity:
         Args:
             grid: Where. ``[G]``
             width: Standard deviation of the normal distribution. Default: a hundredth of the range
-                of the nodes.
+                of the nodes, or of their size where they are equal up to rounding.
 
         Returns:
             The density, whose integral is 1, and its standard error: ``[G]`` each.
@@ -60,7 +68,10 @@ class SpectralDensity:
             ValueError: If the width is not positive.
         """
         if width is None:
-            width = float(self.nodes.max() - self.nodes.min()) / 100 or 1.0
+            spread = float(self.nodes.max() - self.nodes.min())
+            largest = float(self.nodes.abs().max())
+            is_rounding = spread <= 100 * torch.finfo(self.nodes.dtype).eps * largest
+            width = (largest if is_rounding else spread) / 100 or 1.0
         if not width > 0:
             raise ValueError(f"The width has to be positive, got {width}.")
         distance = (grid.to(self.nodes).unsqueeze(1) - self.nodes.unsqueeze(1)) / width
@@ -78,9 +89,9 @@ class SpectralDensity:
         """
         place = torch.bucketize(self.nodes, edges.to(self.nodes), right=True)  # 0: below all
         # many small weights, whose sum would stop to grow in single precision
-        wide = self.nodes.dtype if self.nodes.device.type == "mps" else torch.float64
-        counts = self.nodes.new_zeros(len(self.nodes), len(edges) + 1, dtype=wide)
-        counts = counts.scatter_add(1, place, self.weights.to(wide))[:, 1:-1].T
+        weights = self.weights.to(widest(self.weights))
+        counts = weights.new_zeros(len(weights), len(edges) + 1)
+        counts = counts.scatter_add(1, place, weights)[:, 1:-1].T
         return self._average((self.size * counts).to(self.nodes.dtype))
 
     def _average(self, each: Tensor) -> Estimate:
@@ -199,7 +210,7 @@ def _lanczos(
         rest = image
         for _ in range(2):  # twice is enough
             rest = rest - (known * (known * rest).sum(1, keepdim=True)).sum(0)
-        length, scale = rest.norm(dim=0), image.norm(dim=0)
+        length, scale = lengths(rest).to(rest), lengths(image).to(rest)
         is_new = length > 10 * len(bases) * torch.finfo(rest.dtype).eps * scale
         length = torch.where(is_new, length, 0)
         q = torch.where(is_new, rest / torch.where(is_new, length, 1), 0)

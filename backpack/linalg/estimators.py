@@ -209,12 +209,13 @@ def frobenius_norm(
     draw = Randomness(operator, generator, vectors_at_once, progress)
     spectrum = known_spectrum(operator)
     if spectrum is not None:
-        return certain(spectrum.norm())
+        return certain(lengths(spectrum).to(spectrum))
     if num_vectors >= operator.shape[1]:
-        return certain(draw.columns().norm(), operator.shape[1])
+        return certain(lengths(draw.columns()).norm().to(draw.precision), operator.shape[1])
     square, error, products = estimator(draw, num_vectors)
     norm = square.clamp(min=0).sqrt()
-    return Estimate(norm, error / (2 * norm) if norm > 0 else error, products)
+    error = error / (2 * norm) if norm > 0 else error
+    return Estimate(norm.to(draw.precision), error.to(draw.precision), products)
 
 
 # --------------------------------------------------------------------------------------
@@ -303,7 +304,10 @@ class _LeftOut:
         """Draw, multiply, and find the bases."""
         V = vectors(count)
         Y = draw.multiply(V)
-        Q, R = torch.linalg.qr(Y)
+        largest = Y.abs().max()
+        Q, R = torch.linalg.qr(
+            Y / torch.where(largest > 0, largest, 1)
+        )  # R⁻ᵀ is of about unit size
         left, values, right = torch.linalg.svd(R)
         significant = _beyond_rounding(values)
         products = len(V.T) + int(significant.sum())
@@ -324,7 +328,7 @@ class _LeftOut:
 
 
 def _square_norm(draw: Randomness, num_vectors: int) -> Estimate:
-    return average(draw.multiply(draw.signs(num_vectors)).square().sum(0), num_vectors)
+    return average(lengths(draw.multiply(draw.signs(num_vectors))).square(), num_vectors)
 
 
 def _square_norm_of_parts(draw: Randomness, num_vectors: int) -> Estimate:
@@ -332,8 +336,8 @@ def _square_norm_of_parts(draw: Randomness, num_vectors: int) -> Estimate:
     third = num_vectors // 3
     transposed = Randomness(draw.operator.T, draw.generator, draw.vectors_at_once, draw.progress)
     basis = _orthonormal(transposed.multiply(transposed.signs(third)))
-    exact = draw.multiply(basis).square().sum()
-    rest = draw.multiply(_without(basis, draw.signs(third))).square().sum(0)
+    exact = lengths(draw.multiply(basis)).square().sum()
+    rest = lengths(draw.multiply(_without(basis, draw.signs(third)))).square()
     estimate = average(rest, third + len(basis.T) + third)
     return estimate._replace(value=exact + estimate.value)
 
@@ -371,6 +375,16 @@ def randomness(
 def certain(value: Tensor, products: int = 0) -> Estimate:
     """Return an estimate without error."""
     return Estimate(value, torch.zeros_like(value), products)
+
+
+def widest(tensor: Tensor) -> torch.dtype:
+    """Return double precision, or that of a tensor whose device has none."""
+    return tensor.dtype if tensor.device.type == "mps" else torch.float64
+
+
+def lengths(columns: Tensor) -> Tensor:
+    """Return the norms of columns ``[K]``, whose squares single precision may not hold."""
+    return torch.linalg.vector_norm(columns, dim=0, dtype=widest(columns))
 
 
 def average(each: Tensor, products: int) -> Estimate:
