@@ -527,7 +527,7 @@ def gradient_snr(params: Iterable[Parameter]) -> Tensor:
             "but some are averaged over others, or over none."
         )
     signal = torch.cat(_vectors(params, "grad")).square().sum()  # whatever the scale
-    each = torch.stack([p.batch_l2 for p in params])  # type: ignore[attr-defined]
+    each = torch.stack([at_least_single(p.batch_l2) for p in params])  # type: ignore[attr-defined]
     squares, count = each.sum(), torch.tensor(each.shape[1], device=each.device)
     for of in groups:
         if of is not None:

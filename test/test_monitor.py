@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import math
 import warnings
@@ -120,6 +121,27 @@ def test_gradient_snr(model: Any, tmp_path: Path, reduction: str) -> None:
         assert values[0, f"gradient_snr/{name}"] == pytest.approx(ratio(gradient), rel=1e-9)
     together = ratio(torch.cat(list(gradients.values()), dim=1))
     assert values[0, "gradient_snr"] == pytest.approx(together, rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradient_snr_in_half_precision(dtype: torch.dtype) -> None:
+    """A sum of many squares is larger than half precision holds."""
+    torch.manual_seed(0)
+    model: nn.Module = extend(nn.Linear(10, 5).to(dtype))
+    X, y = torch.randn(200, 10).to(dtype), (2 * torch.randn(200, 5) + 1).to(dtype)
+    with backpack(BatchL2Grad()):
+        extend(nn.MSELoss(reduction="sum"))(model(X), y).backward()
+    twin = copy.deepcopy(model).double()
+    losses = (twin(X.double()) - y.double()).square().sum(1)
+    each = [
+        torch.autograd.grad(loss, list(twin.parameters()), retain_graph=True) for loss in losses
+    ]
+    gradients = torch.stack([torch.cat([g.flatten() for g in own]) for own in each])
+    mean = gradients.mean(0)
+    expected = mean.square().sum() / (gradients - mean).square().sum(1).mean()
+    torch.testing.assert_close(
+        gradient_snr(model.parameters()).double(), expected, rtol=2e-2, atol=0
+    )
 
 
 @pytest.mark.parametrize("count", [1, 4])
