@@ -31,6 +31,7 @@ from backpack.linalg import (
     GGN,
     DiagonalGGN,
     DiagonalHessian,
+    DiagonalOperator,
     EmpiricalFisher,
     Hessian,
     KroneckerGGN,
@@ -1045,6 +1046,28 @@ def test_draws_in_half_precision(dtype: torch.dtype) -> None:
 def test_predictions_for_no_inputs(method: Any) -> None:
     model, loss, X, y = problem("mlp")
     assert Laplace(model, loss, [(X, y)]).predict(X[:0], method).shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", [KroneckerGGN, DiagonalGGN, EKFAC])
+def test_evidence_in_half_precision(kind: Any, dtype: torch.dtype) -> None:
+    """Sums over all weights: half precision would round them to units, or overflow."""
+    model = nn.Sequential(nn.Linear(10, 50), nn.Tanh(), nn.Linear(50, 5)).to(dtype)
+    X, y = torch.randn(64, 10).to(dtype), torch.randint(5, (64,))
+    half = Laplace(model, nn.CrossEntropyLoss(), [(X, y)], kind)
+    twin = copy.deepcopy(model).double(), nn.CrossEntropyLoss(), [(X.double(), y)]
+    wide = Laplace(*twin, kind)
+    by_value = [[float(la.log_marginal_likelihood(d)) for d in (1.0, 1.1)] for la in (half, wide)]
+    (one, other), expected = by_value
+    assert one == pytest.approx(expected[0], abs=0.8)
+    assert one - other == pytest.approx(expected[0] - expected[1], rel=1e-2)
+    for name in ("trace", "logdet"):
+        found = getattr(half.posterior, name)()
+        assert_close(found.double(), getattr(wide.posterior, name)(), rtol=2e-3, atol=0)
+        assert found.dtype == torch.float32
+    many = DiagonalOperator(torch.full((100_000,), 10.0, dtype=dtype))
+    assert_close(many.logdet(), torch.tensor(10.0).log().float() * 100_000)
+    assert_close(many.trace(), torch.tensor(1e6).float())
 
 
 def test_subnetwork_in_half_precision() -> None:

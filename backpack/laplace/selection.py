@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from backpack.core.values import at_least_single
 from backpack.laplace.predictive import Predictive
 from backpack.linalg.objective import Objective, output_of, without_graph
 from backpack.utils.by_name import ByName, by_parameter, positive, tensor_by_parameter
@@ -37,11 +38,11 @@ class Laplace(Predictive):
         constants.
         """
         value = self.prior_precision if prior_precision is None else prior_precision
-        each = tensor_by_parameter(value, self._names, "prior precision", self.mean)
-        delta = self._by_weight(each)
+        like = at_least_single(self.mean[:1])  # of sums over all weights
+        delta = self._by_weight(tensor_by_parameter(value, self._names, "prior precision", like))
         constant = log(2 * pi) / 2 + log(self._noise) if self._is_normal else 0.0
         likelihood = (-self.loss - self._num_targets * constant) / self._temperature
-        prior = delta.log().sum() - (delta * self._offset.square()).sum()
+        prior = delta.log().sum() - (delta * at_least_single(self._offset).square()).sum()
         return likelihood + (prior - self._damped(delta).logdet()) / 2
 
     def fit_prior_precision(

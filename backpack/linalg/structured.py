@@ -10,6 +10,7 @@ import torch
 from torch import Generator, Tensor
 
 from backpack.context import without_autocast
+from backpack.core.values import at_least_single
 from backpack.linalg.operators import LinearOperator, one_number
 from backpack.utils.convert_parameters import vector_to_parameter_list
 from backpack.utils.kroneckers import (
@@ -79,7 +80,7 @@ class SpectralOperator(LinearOperator):
 
     def trace(self) -> Tensor:
         """Return the trace, a scalar."""
-        return self.spectrum.sum()
+        return at_least_single(self.spectrum).sum()
 
     def logdet(self, damping: float = 0.0) -> Tensor:
         """Return ``log det(A + damping · I)``, a scalar.
@@ -88,7 +89,7 @@ class SpectralOperator(LinearOperator):
             ValueError: If the matrix is not positive definite.
         """
         damping = one_number(self, damping)
-        damped = self.spectrum + damping
+        damped = at_least_single(self.spectrum) + damping
         if not damped.min() > 0:
             raise ValueError(f"{self!r} with damping {damping:g} is {_NOT_POSITIVE}")
         return damped.log().sum()
@@ -269,7 +270,8 @@ class KroneckerOperator(SpectralOperator):
 
     def trace(self) -> Tensor:
         """Return the trace, a scalar."""
-        traces = [torch.stack([diagonal_of(f).sum() for f in b]).prod() for b in self.factors]
+        sums = [[at_least_single(diagonal_of(f)).sum() for f in b] for b in self.factors]
+        traces = [torch.stack(of_block).prod() for of_block in sums]
         return torch.stack(traces).sum()
 
     def inverse(self, damping: float = 0.0, split: bool = False) -> SpectralOperator:
