@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Generator, Tensor
 
+from backpack.core.values import at_least_single
 from backpack.linalg.algebra import known_diagonal, known_spectrum
 from backpack.linalg.operators import LinearOperator
 from backpack.utils.progress import with_bar
@@ -132,7 +133,7 @@ def trace(
     draw = randomness(operator, generator, vectors_at_once, progress)
     known = known_diagonal(operator)
     if known is not None:
-        return certain(known.sum())
+        return certain(at_least_single(known).sum())
     if num_vectors >= operator.shape[0]:
         return certain(draw.columns().trace(), operator.shape[0])
     return estimator(draw, num_vectors)
