@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -233,17 +233,6 @@ class CTX:
             vars(module).pop("__prepare_scriptable__", None)
         cls._handles.clear()
         cls._extended.clear()
-
-
-def without_autocast() -> AbstractContextManager[Any]:
-    """Compute in the precision of the tensors, also inside of ``torch.autocast``."""
-    if not torch._C._is_any_autocast_enabled():
-        return nullcontext()
-    stack = ExitStack()
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            stack.enter_context(torch.autocast(device, enabled=False))
-    return stack
 
 
 def default_device() -> torch.device | None:

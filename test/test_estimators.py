@@ -464,3 +464,38 @@ def test_xdiag_has_no_bias_where_signs_repeat(monkeypatch: pytest.MonkeyPatch) -
         assert found.products == sum(operator.chunks) <= 6
         total += found.value
     assert_close(total / len(triples), matrix.diagonal())
+
+
+class Precise(Dense):
+    """A matrix that does not multiply in lower precision."""
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super()._matmat(matrix)
+
+    def _rmatmat(self, matrix: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super()._rmatmat(matrix)
+
+
+def test_estimates_inside_of_autocast() -> None:
+    """What an estimator computes beside the products has its own precision."""
+    whole, low = falling().float(), of_rank(6).float()
+    grid = torch.linspace(0, 1, 20).float()
+    nodes = spectral_density(Precise(whole), 4, 9, seeded())
+    functions = [lambda: nodes.density(grid)]
+    for matrix in (whole, low):
+        for name in ("hutchinson", "hutch++", "xtrace"):
+            functions.append(partial(lambda A, m: trace(A, 18, m, seeded()), Precise(matrix), name))
+        for name in ("hutchinson", "xdiag"):
+            functions.append(
+                partial(lambda A, m: diagonal(A, 18, m, seeded()), Precise(matrix), name)
+            )
+        functions.append(
+            partial(lambda A: frobenius_norm(A, 18, generator=seeded()), Precise(matrix))
+        )
+    expected = [function() for function in functions]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [function() for function in functions]
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one[:2], other[:2], rtol=1e-4, atol=1e-5)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, kron
+from torch import Size, Tensor, kron
 
 from backpack.utils.kroneckers import (
+    EigenKronecker,
     apply_inv_kfac_mat_prod,
     apply_kfac_mat_prod,
     eigh_semidefinite,
@@ -263,3 +264,22 @@ def test_a_factor_for_which_single_precision_does_not_converge(
     factor[0, 0] = torch.nan
     with pytest.raises(torch.linalg.LinAlgError, match="not finite: the data"):
         eigh_semidefinite(factor)
+
+
+def test_products_inside_of_autocast() -> None:
+    """In the precision of the factors: torch would refuse to mix that of two products."""
+    factors, vector = [rand_spd(3).float(), rand_spd(4).float()], rand(12).float()
+    blocks = EigenKronecker(
+        [eigh_semidefinite(f)[1] for f in factors], rand(3, 4).float(), Size((3, 4))
+    )
+    functions = [
+        lambda: apply_kfac_mat_prod(factors, vector),
+        lambda: apply_inv_kfac_mat_prod(factors, vector, 0.1),
+        lambda: blocks.product(vector.reshape(3, 4)),
+        lambda: blocks.dense(),
+    ]
+    expected = [function() for function in functions]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [function() for function in functions]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)

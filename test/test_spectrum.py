@@ -371,3 +371,14 @@ def test_a_spectrum_is_saved() -> None:
     found = GGNSpectrum(model, nn.CrossEntropyLoss(), batch)
     copied = copy.deepcopy(found)
     assert_close(copied.newton_step(damping=0.1), found.newton_step(damping=0.1))
+
+
+def test_newton_step_inside_of_autocast() -> None:
+    """In the precision of the spectrum, whatever the model runs in."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    batch = torch.randn(9, 4), torch.randint(3, (9,))
+    spectrum = GGNSpectrum(model, nn.CrossEntropyLoss(), batch)
+    expected = spectrum.newton_step(4, 0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(spectrum.newton_step(4, 0.1), expected)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack.context import without_autocast
 from backpack.core.values import at_least_single
 from backpack.distributed.data_group import ProcessGroupChoice
 from backpack.extensions import BatchL2Grad, ProjectedGrad
@@ -21,6 +20,7 @@ from backpack.influence.attribution import Attribution, By, Directions, Measure,
 from backpack.linalg.extended import UseConverter
 from backpack.linalg.objective import flattened
 from backpack.linalg.order import check_not_shuffled
+from backpack.utils.autocast import without_autocast
 
 
 class TracIn(Attribution):

@@ -20,6 +20,7 @@ from backpack.linalg.estimators import (
     widest,
 )
 from backpack.linalg.operators import LinearOperator, one_number
+from backpack.utils.autocast import without_autocast
 from backpack.utils.progress import with_bar
 
 
@@ -76,7 +77,9 @@ class SpectralDensity:
             raise ValueError(f"The width has to be positive, got {width}.")
         distance = (grid.to(self.nodes).unsqueeze(1) - self.nodes.unsqueeze(1)) / width
         kernel = (-distance.square() / 2).exp() / (width * (2 * torch.pi) ** 0.5)  # [V, G, K]
-        return self._average((kernel @ self.weights.unsqueeze(2)).squeeze(2).T)
+        with without_autocast():
+            each = (kernel @ self.weights.unsqueeze(2)).squeeze(2).T
+        return self._average(each)
 
     def counts(self, edges: Tensor) -> Estimate:
         """Estimate how many eigenvalues lie in each of some intervals.

@@ -29,6 +29,7 @@ from torch import Generator, Tensor
 from backpack.core.values import at_least_single
 from backpack.linalg.algebra import known_diagonal, known_spectrum
 from backpack.linalg.operators import LinearOperator
+from backpack.utils.autocast import without_autocast
 from backpack.utils.progress import with_bar
 
 
@@ -245,11 +246,12 @@ def _xtrace(draw: Randomness, num_vectors: int) -> Estimate:
     found = _LeftOut.of(draw, num_vectors // 2, draw.normal)
     Q, Z = found.basis, draw.multiply(found.basis)
     s, V = found.left, found.vectors
-    # tr Q_iᵀ A Q_i, where Q_i Q_iᵀ = Q (I - s sᵀ) Qᵀ
-    exact = (Q * Z).sum() - (s * (Q.T @ Z @ s)).sum(0)
-    inside = Q.T @ V
-    inside = inside - s * (s * inside).sum(0)
-    rest, image = V - Q @ inside, found.image - Z @ inside
+    with without_autocast():
+        # tr Q_iᵀ A Q_i, where Q_i Q_iᵀ = Q (I - s sᵀ) Qᵀ
+        exact = (Q * Z).sum() - (s * (Q.T @ Z @ s)).sum(0)
+        inside = Q.T @ V
+        inside = inside - s * (s * inside).sum(0)
+        rest, image = V - Q @ inside, found.image - Z @ inside
     # its direction is uniform among the P - k + 1 that are left
     size = len(Q) - len(Q.T) + s.square().sum(0)
     scale = size / rest.square().sum(0)
@@ -270,9 +272,10 @@ def _xdiag(draw: Randomness, num_vectors: int) -> Estimate:
     """Mean over i of ``diag(Q_i Q_iᵀ A) + v_i ∘ (I - Q_i Q_iᵀ) A v_i``."""
     found = _LeftOut.of(draw, num_vectors // 2, draw.signs)
     Q, Z = found.basis, draw.multiply(found.basis, draw.operator.T)
-    s, inside = found.left, Q.T @ found.image
-    outside = found.image - Q @ (inside - s * (s * inside).sum(0))  # (I - Q_i Q_iᵀ) A v_i
-    each = (Q * Z).sum(1, keepdim=True) - (Q @ s) * (Z @ s) + found.vectors * outside
+    with without_autocast():
+        s, inside = found.left, Q.T @ found.image
+        outside = found.image - Q @ (inside - s * (s * inside).sum(0))  # (I - Q_i Q_iᵀ) A v_i
+        each = (Q * Z).sum(1, keepdim=True) - (Q @ s) * (Z @ s) + found.vectors * outside
     estimate = average(each, found.products)
     # equal signs, if P is small, are all in the basis of each other: no test vector is left
     if not s.any() and len(_orthonormal(found.vectors).T) < len(found.vectors.T):
@@ -318,7 +321,9 @@ class _LeftOut:
             is_alone = 1 - right.square().sum(0) < 10 * len(values) * torch.finfo(R.dtype).eps
             s = torch.where(is_alone, right / values[significant].unsqueeze(1), 0)
             s = s / torch.where(is_alone, s.norm(dim=0), 1)
-            return cls(V, Y, Q @ left[:, significant], s, products)
+            with without_autocast():
+                Q = Q @ left[:, significant]
+            return cls(V, Y, Q, s, products)
         s = torch.linalg.solve_triangular(R.T, torch.eye(len(R)).to(R), upper=False)  # R⁻ᵀ
         return cls(V, Y, Q, s / s.norm(dim=0), products)
 
@@ -407,4 +412,5 @@ def _beyond_rounding(values: Tensor) -> Tensor:
 
 
 def _without(basis: Tensor, matrix: Tensor) -> Tensor:
-    return matrix - basis @ (basis.T @ matrix)
+    with without_autocast():
+        return matrix - basis @ (basis.T @ matrix)

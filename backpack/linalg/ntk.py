@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack import backpack
-from backpack.context import without_autocast
 from backpack.core.engine.factored import FactoredGrad
 from backpack.extensions import BatchGrad
 from backpack.linalg.extended import UseConverter, extended
 from backpack.linalg.objective import flattened, output_of, places_of, without_graph
 from backpack.linalg.operators import LinearOperator
 from backpack.linalg.passes import values_of
+from backpack.utils.autocast import without_autocast
 from backpack.utils.batches import samples_of
 
 BLOCK_ENTRIES = 2**25  # of Jacobians that are kept at once

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack import backpack
-from backpack.context import without_autocast
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.values import at_least_single
 from backpack.extensions import BatchGrad, SqrtGGNExact, SqrtGGNMC
@@ -21,6 +20,7 @@ from backpack.linalg.extended import UseConverter, extended
 from backpack.linalg.objective import Objective, output_of
 from backpack.linalg.operators import LinearOperator
 from backpack.linalg.passes import values_of
+from backpack.utils.autocast import without_autocast
 
 Per = Literal["model", "parameter"] | Sequence[Sequence[Parameter]]
 
@@ -287,7 +287,8 @@ class GGNSpectrum(LinearOperator):
         delta, step = delta.expand(count), delta.new_zeros(self.shape[0])
         for block, chosen, places in self._leading(k):
             length = -block.slopes(chosen).sum(0) / (block.eigenvalues[chosen] + delta[places])
-            weights = (block.weights[:, chosen] @ length).unsqueeze(0)
+            with without_autocast():
+                weights = (block.weights[:, chosen] @ length).unsqueeze(0)
             for part in block.parts:
                 step[part.entries] = part.combined(weights).squeeze(0)
         return step

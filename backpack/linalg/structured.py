@@ -9,7 +9,6 @@ from math import prod
 import torch
 from torch import Generator, Tensor
 
-from backpack.context import without_autocast
 from backpack.core.values import at_least_single
 from backpack.linalg.operators import LinearOperator, one_number
 from backpack.utils.convert_parameters import vector_to_parameter_list
@@ -416,8 +415,7 @@ def _multiply(blocks: Blocks, matrix: Tensor) -> Tensor:
     if not blocks:
         return matrix
     pieces = matrix.split([_size(factors) for factors in blocks])
-    with without_autocast():
-        return torch.cat([apply_kfac_mat_prod(f, m) for f, m in zip(blocks, pieces, strict=True)])
+    return torch.cat([apply_kfac_mat_prod(f, m) for f, m in zip(blocks, pieces, strict=True)])
 
 
 def _size(factors: Sequence[Tensor]) -> int:

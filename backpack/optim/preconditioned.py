@@ -8,13 +8,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from backpack.context import without_autocast
 from backpack.core.engine.checks import check_one_process
 from backpack.core.engine.results import contain_used, note_step, noted
 from backpack.core.values import at_least_single
 from backpack.distributed.shards import whole
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.optim.base import Closure, ExtensionOptimizer, Group, check_betas
+from backpack.utils.autocast import without_autocast
 from backpack.utils.warning import warn
 
 # How fast the damping changes, and within which ratios of gains it does not. Source: Martens,

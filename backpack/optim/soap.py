@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from backpack.context import without_autocast
 from backpack.core.values import at_least_single
 from backpack.distributed.shards import own_part, whole
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -23,6 +22,7 @@ from backpack.optim.base import (
     refuse_model,
     state_behind_hooks,
 )
+from backpack.utils.autocast import without_autocast
 from backpack.utils.kroneckers import eigh_semidefinite
 
 

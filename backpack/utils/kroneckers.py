@@ -15,6 +15,8 @@ from math import prod
 import torch
 from torch import Size, Tensor
 
+from backpack.utils.autocast import without_autocast
+
 Shift = float | Tensor | Sequence[float | Tensor] | None
 
 
@@ -72,11 +74,12 @@ def apply_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor) -> Tensor:
     tensor = mat.reshape(*in_dims, *mat.shape[1:])
     # A step turns the last of the factors' axes into the first: after all steps, order is restored.
     last = len(factors) - 1
-    for factor in reversed(factors):
-        if factor.dim() == 1:
-            tensor = (tensor.movedim(last, -1) * factor).movedim(-1, 0)
-        else:
-            tensor = torch.tensordot(factor, tensor, dims=([1], [last]))
+    with without_autocast():
+        for factor in reversed(factors):
+            if factor.dim() == 1:
+                tensor = (tensor.movedim(last, -1) * factor).movedim(-1, 0)
+            else:
+                tensor = torch.tensordot(factor, tensor, dims=([1], [last]))
     return tensor.reshape(prod(factor.shape[0] for factor in factors), *mat.shape[1:])
 
 

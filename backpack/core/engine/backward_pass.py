@@ -25,7 +25,6 @@ from backpack.context import (
     active,
     configure,
     state_of_caller,
-    without_autocast,
 )
 from backpack.core import memory
 from backpack.core.engine import checks, results
@@ -49,6 +48,7 @@ from backpack.core.record.module_state import describe, placeholder
 from backpack.core.record.origins import WRAPPERS, has_parameters
 from backpack.core.record.tape import calls_above
 from backpack.core.record.visits import Visit
+from backpack.utils.autocast import without_autocast
 from backpack.utils.warning import warn
 
 NESTED_IN_THREADS = (

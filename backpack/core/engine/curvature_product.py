@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack.context import without_autocast
 from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.engine import call_products
 from backpack.core.engine.combining import gathered
@@ -34,6 +33,7 @@ from backpack.core.record.visits import Visit
 from backpack.core.record.weights import storage_of, tensors_of
 from backpack.core.rows import row_numbers
 from backpack.core.values import at_least_single
+from backpack.utils.autocast import without_autocast
 
 # How many unit vectors are multiplied at once, for a diagonal.
 UNITS_AT_ONCE = 32

@@ -24,7 +24,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Size, Tensor
 
-from backpack.context import without_autocast
 from backpack.core.derivatives import reductions
 from backpack.core.engine.sources import (
     Dense,
@@ -39,6 +38,7 @@ from backpack.core.engine.sources import (
 from backpack.core.record.layout import CPU
 from backpack.core.record.weights import storage_of, version_of
 from backpack.core.values import at_least_single
+from backpack.utils.autocast import without_autocast
 
 # Entries of the block of gradients that pairwise products keep while they pass all others by.
 BLOCK_ENTRIES = 2**25

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Size, Tensor
 
-from backpack.context import CTX, without_autocast
+from backpack.context import CTX
 from backpack.core.engine.paths import (
     Edge,
     HiddenGradients,
@@ -28,6 +28,7 @@ from backpack.core.engine.paths import (
 from backpack.core.engine.spread import FUSED, kind, saved_tensors, shape_of, spread, words
 from backpack.core.record.origins import RESHAPES, WRAPPERS, is_foreign_function, is_output
 from backpack.hessianfree.graph import nodes_above
+from backpack.utils.autocast import without_autocast
 
 # Functions that choose entries, whose choice they store: it depends on all of them.
 SELECTING = words(

@@ -12,7 +12,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from backpack.context import without_autocast
 from backpack.core.record import alive, shards
 from backpack.core.record.calls import Call, reading_parameters
 from backpack.core.record.module_state import parameters_of
@@ -27,6 +26,7 @@ from backpack.core.record.weights import (
     storage_of,
 )
 from backpack.core.values import at_least_single, has_values
+from backpack.utils.autocast import without_autocast
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-from backpack.context import without_autocast
 from backpack.core.record.compiler import Mode
 from backpack.core.record.visits import Visit
+from backpack.utils.autocast import without_autocast
 
 Cotangents = Sequence[Tensor | None]
 
