@@ -830,6 +830,51 @@ def test_operators_of_embeddings_with_sparse_gradients(operator: Any) -> None:
     assert_close(*found)
 
 
+class LooksAtGradient(torch.autograd.Function):
+    """A square whose backward pass takes a branch, which no vectorised gradients can."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad if grad.abs().max() > 0 else 0 * x * grad
+
+
+@pytest.mark.parametrize("is_debugged", [False, True])
+def test_products_with_several_vectors_that_cannot_be_vectorised(is_debugged: bool) -> None:
+    """Functions that look at gradients, and anomaly detection, which does: one after the other."""
+    weight, X, y = torch.randn(3, 4).double(), torch.randn(N, 4).double(), torch.randint(3, (N,))
+    lossfunc, square = nn.CrossEntropyLoss(), torch.square if is_debugged else LooksAtGradient.apply
+
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return square(super().forward(x))  # type: ignore[no-untyped-call]
+
+    model = Model(4, 3, bias=False).double()
+    model.weight.data.copy_(weight)
+
+    def output(w: Tensor) -> Tensor:
+        return (X @ w.reshape(3, 4).T).square()
+
+    J = torch.autograd.functional.jacobian(output, weight.flatten())
+    f = output(weight.flatten())
+    H = torch.autograd.functional.hessian(lambda f: lossfunc(f, y), f).flatten(0, 1).flatten(1)
+    G = J.flatten(0, 1).T @ H @ J.flatten(0, 1)
+    whole = torch.autograd.functional.hessian(lambda w: lossfunc(output(w), y), weight.flatten())
+    eye = torch.eye(12).double()
+    with torch.autograd.set_detect_anomaly(is_debugged):
+        assert_close(GGN(model, lossfunc, [(X, y)]) @ eye, G)
+        assert_close(Hessian(model, lossfunc, [(X, y)]) @ eye, whole)
+        assert (GGN(model, lossfunc, [(X, y)]) @ eye[:, :0]).shape == (12, 0)
+        jacobian = Jacobian(model, [X])
+        assert_close(jacobian @ eye, J.flatten(0, 1))
+        assert_close(jacobian.T @ torch.eye(3 * N).double(), J.flatten(0, 1).T)
+
+
 @pytest.mark.parametrize(("size", "k"), [(1, 1), (4, 4), (4, 1.5)])
 def test_a_number_of_eigenpairs_that_there_are_not(size: int, k: Any) -> None:
     with pytest.raises(ValueError, match=rf"DiagonalOperator.*less than P, got {k}"):

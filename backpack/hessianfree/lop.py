@@ -76,6 +76,9 @@ def vjp(
     if not varying or not xs:
         return tuple(x.new_zeros((*stacked, *x.shape)) for x in xs)
     alone = stacked == (1,)  # vectorising costs time, and not every function can be vectorised
+    has_parts = several and len(ws[0]) > 1
+    if has_parts and torch.is_anomaly_enabled():  # which looks at each gradient
+        return _one_by_one(ys, xs, ws, retain_graph, detach)
     try:
         with without_hooks(xs):
             products = torch.autograd.grad(
@@ -87,23 +90,37 @@ def vjp(
                 allow_unused=True,
                 is_grads_batched=several and not alone,
             )
-    except NotImplementedError as error:
-        if not several or alone:
-            raise NotImplementedError(
-                f"Autograd: {error} Products with the GGN, the Hessian and the Jacobian need its "
-                "second derivatives. Use functions that have them, such as nn.Embedding and a sum "
-                "or mean in the place of nn.EmbeddingBag, or what needs none: DiagonalGGN, "
-                "KroneckerGGN, NTK, GGNMP and HMP have a rule for it."
-            ) from error
-        # such as sparse gradients
-        slices = zip(*[w.split(1) for w in ws], strict=True)
-        each = [vjp(ys, xs, one, retain_graph, detach, several) for one in slices]
-        return tuple(map(torch.cat, zip(*each, strict=True)))
+    except RuntimeError as error:
+        if has_parts:  # what cannot be vectorised, such as sparse gradients
+            return _one_by_one(ys, xs, ws, retain_graph, detach)
+        if not isinstance(error, NotImplementedError):
+            raise
+        raise NotImplementedError(
+            f"Autograd: {error} Products with the GGN, the Hessian and the Jacobian need its "
+            "second derivatives. Use functions that have them, such as nn.Embedding and a sum "
+            "or mean in the place of nn.EmbeddingBag, or what needs none: DiagonalGGN, "
+            "KroneckerGGN, NTK, GGNMP and HMP have a rule for it."
+        ) from error
     products = tuple(p.to_dense() if p is not None and p.is_sparse else p for p in products)
     return tuple(
         x.new_zeros((*stacked, *x.shape)) if p is None else p.unsqueeze(0) if alone else p
         for x, p in zip(xs, products, strict=True)
     )
+
+
+def _one_by_one(
+    ys: tuple[Tensor, ...],
+    xs: tuple[Tensor, ...],
+    ws: tuple[Tensor, ...],
+    retain_graph: bool,
+    detach: bool,
+) -> tuple[Tensor, ...]:
+    """Return :func:`vjp` of several vectors, ``[V, *x]`` each."""
+    slices = [*zip(*[w.split(1) for w in ws], strict=True)]
+    keeps = [True] * (len(slices) - 1) + [retain_graph]  # the others need the graph again
+    pairs = zip(slices, keeps, strict=True)
+    each = [vjp(ys, xs, one, keep, detach, several=True) for one, keep in pairs]
+    return tuple(map(torch.cat, zip(*each, strict=True)))
 
 
 @contextmanager
