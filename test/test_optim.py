@@ -886,6 +886,27 @@ def test_adapting_the_damping_trains(as_number: bool) -> None:
     assert calls[-1] < 0.9 * calls[0]
 
 
+def test_adapting_the_damping_inside_of_autocast() -> None:
+    """Autocast keeps the parameters in its precision: the loss after a step is of new ones."""
+    dampings = []
+    for inside in (False, True):
+        model = network().float()
+        optimiser = DiagGGN(model.parameters(), lr=0.1, adapt_damping_every=1)
+        plain = make_closure(model, optimiser, X.float())
+
+        def closure(inside: bool = inside, plain: Any = plain) -> Any:
+            with nullcontext() if inside else torch.autocast("cpu", torch.bfloat16):
+                return plain()
+
+        for seed in range(4):
+            torch.manual_seed(seed)
+            with torch.autocast("cpu", torch.bfloat16) if inside else nullcontext():
+                optimiser.step(closure)
+        dampings.append(optimiser.param_groups[0]["damping"])
+    assert dampings[1] == pytest.approx(dampings[0], rel=1e-9)
+    assert dampings[0] < 1e-2
+
+
 # --- DPSGD ----------------------------------------------------------------------------------------
 
 

@@ -210,6 +210,29 @@ def test_two_samples_are_mixed_by_functions_that_passed(loss: Any) -> None:
             optimiser.step()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mixes", [False, True])
+def test_steps_inside_of_autocast(mixes: bool, dtype: torch.dtype) -> None:
+    """Functions run again in a precision that tells rounding from what others have changed."""
+    torch.manual_seed(0)
+    model, loss_function = extend(nn.Linear(5, 3)), extend(nn.CrossEntropyLoss())
+    optimiser = DPSGD(
+        model.parameters(), 0.1, max_grad_norm=1.0, noise_multiplier=0.0, expected_batch_size=N
+    )
+    X = torch.randn(N, 5)
+
+    def closure() -> Tensor:
+        optimiser.zero_grad()
+        z = model(X)
+        loss = loss_function(z * (z.detach() > z.detach().mean(0)) if mixes else z, LABELS)
+        loss.backward()
+        return loss
+
+    refused = pytest.raises(ValueError, match="may depend on other samples")
+    with torch.autocast("cpu", dtype), refused if mixes else nullcontext():
+        optimiser.step(closure)
+
+
 def test_losses_that_ran_outside_of_the_context() -> None:
     """Functions that nobody has seen are refused, those of torch and extended ones are known."""
     torch.manual_seed(0)

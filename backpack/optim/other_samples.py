@@ -27,6 +27,7 @@ from backpack.core.record.generators import OwnGenerators
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import WRAPPERS, BackpackOutput, is_foreign_function, origin
 from backpack.core.values import at_least_single
+from backpack.utils.autocast import without_autocast
 from backpack.utils.warning import warn
 
 NUMBERS = (bool, int, float, complex, str)
@@ -248,7 +249,7 @@ def _dependence(
     """Say what depends on other samples in functions, and list the results that depend on any."""
     why, is_known = None, False
     depends: set[int] = set()
-    with torch._C.DisableTorchFunction(), disable(), alone():
+    with torch._C.DisableTorchFunction(), disable(), alone(), without_autocast():
         for place, takes_integers in CHOICES:
             choice = (place, takes_integers)
             batch = _Batch(seen, roots, params, finite, choice, constants, earlier, owners)

@@ -181,6 +181,7 @@ class PreconditionedOptimizer(ExtensionOptimizer):
             note_step(one.p, self.extension.savefield)
 
         if interval is not None and closure is not None and self._count() % interval == 0:
+            torch.clear_autocast_cache()  # of the parameters as they were
             with torch.enable_grad():
                 loss = closure()
             gain = before - self._objective(loss)
