@@ -3171,6 +3171,46 @@ def test_numbers_of_all_samples_that_get_axes(
         loss.backward()
 
 
+ROWS_OF_TOTALS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "ones": lambda m, x: torch.ones(x.shape[0], 3) * m.layer(x).mean(),
+    "inverse": lambda m, x: torch.ones(x.shape[0], 3) / m.layer(x).norm(),
+    "expand": lambda m, x: m.layer(x).mean().expand(x.shape[0], 3),
+    "layer": lambda m, x: m.layer(m.layer(x).mean().expand(x.shape[0], 3)),
+}
+
+
+class OfRows(nn.Module):
+    """Predicts what a function makes of its layer."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(3, 3), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3] -> [N, 3]."""
+        return self.function(self, x)
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize("function", ROWS_OF_TOTALS.values(), ids=ROWS_OF_TOTALS)
+@pytest.mark.parametrize("route", [True, "record"], ids=str)
+def test_totals_in_the_place_of_samples(
+    route: Any, function: Callable[[Any, Tensor], Tensor]
+) -> None:
+    """Individual gradients were those of mixtures, without a word, and those of one sample are."""
+    for samples in (4, 1):
+        model, X = extend(OfRows(function), use_converter=route), torch.randn(samples, 3)
+        loss = extend(nn.MSELoss())(model(X), torch.randn(samples, 3))
+        with backpack(extensions.BatchGrad()):
+            if samples > 1:
+                with pytest.raises(ValueError, match="computed from all samples"):
+                    loss.backward()
+            else:
+                loss.backward()
+                for p in model.parameters():
+                    assert_close(p.grad_batch[0], p.grad)
+
+
 TASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "stack": lambda one, other: torch.stack([one, 0.5 * other]).sum(),
     "weights": lambda one, other: (torch.stack([one, other]) * torch.tensor([1.0, 0.5])).sum(),

@@ -166,7 +166,8 @@ class PlacedCall(ModuleState):
         elif self.misplaced is not None:
             pass  # nor can anybody say it of what is computed of the outputs
         elif None in self.layouts_in and any(self.origins_in) and self._combines_totals():
-            self._take_back_rows()
+            marked = zip(self.origins_in, self.shape_in, strict=True)
+            self._note_totals([shape for mark, shape in marked if mark is not None])
             self.relied_on = tuple(map(_facts, self.layouts_in))
         elif rule is None:
             known = next((layout for layout in self.layouts_in if layout is not None), None)
@@ -196,15 +197,16 @@ class PlacedCall(ModuleState):
     def _ask_for_layouts_out(self, rule: Rule) -> None:
         """Let the rule find where the samples are in the outputs, from what is known so far."""
         self.find_places()
-        reads_totals = False
-        for mark, layout in zip(self.origins_in, self.layouts_in, strict=True):
+        totals: list[Size | None] = []
+        for mark, layout, shape in zip(
+            self.origins_in, self.layouts_in, self.shape_in, strict=True
+        ):
             if mark is not None and mark.is_output and (layout is None or layout.is_of_all):
-                reads_totals = True
-        if reads_totals:
-            if any(map(_has_samples, self.layouts_in)):
-                self.misplaced = TOTALS.format(repr(self))
+                totals.append(shape)
+        if totals:
+            self._note_totals(totals)
+            if self.misplaced is not None:
                 return
-            self._take_back_rows()
         try:
             self.layouts_out = tuple(rule.layouts(self))
             if None in self.layouts_out and self._take_back_constants():
@@ -212,7 +214,7 @@ class PlacedCall(ModuleState):
         except ValueError as error:
             self.misplaced = self.misplaced or str(error)
             return
-        if reads_totals:
+        if totals:
             self.layouts_out = tuple([one and of_all() for one in self.layouts_out])
         if rule.depends_on_layouts:
             # what a rule has found out from layouts that are corrected later is void
@@ -232,6 +234,15 @@ class PlacedCall(ModuleState):
         for layout in constants:
             layout.mark_unbatched()
         return bool(constants)
+
+    def _note_totals(self, totals: Sequence[Size | None]) -> None:
+        """Let what meets totals of these shapes have no samples; say so if they are mixed there."""
+        takes_rows = self.is_loss or bool(self.params)  # for samples
+        has_rows = takes_rows and any(shape and shape[0] > 1 for shape in totals)
+        if has_rows or any(map(_has_samples, self.layouts_in)):
+            self.misplaced = TOTALS.format(repr(self))
+        else:
+            self._take_back_rows()
 
     def _combines_totals(self) -> bool:
         """Whether the inputs are made of losses, and of what no gradient flows through."""
