@@ -435,6 +435,9 @@ def test_factor_of_the_loss_outside_of_the_model(scale: Tensor) -> None:
         lambda losses, w: w.unsqueeze(0) @ losses,
         lambda losses, w: torch.einsum("i,ji->", losses, w.unsqueeze(0)),
         lambda losses, w: torch.where(w > 1, 3 * losses, losses / 2),
+        lambda losses, w: 2 - (2 - w * losses),
+        lambda losses, w: (w * losses).cumsum(0)[1:],
+        lambda losses, w: (w * losses)[torch.tensor([1, 0])].nansum(),
     ],
 )
 def test_sums_of_multiples_that_are_written_in_other_ways(total: Callable[..., Tensor]) -> None:

@@ -22,8 +22,8 @@ from backpack.utils.warning import warn
 
 # Autograd nodes that scale, add or reshape: what a loss may pass through before backward().
 LINEAR_NODES = words(
-    "Add Sub Neg Sum Mean Stack Cat View Reshape Unsafe Squeeze Unsqueeze Expand Clone ToCopy "
-    "Select Unbind Alias Permute T Where BackpackOutput"
+    "Add Sub Rsub Neg Sum Nansum Cumsum Mean Stack Cat View Reshape Unsafe Squeeze Unsqueeze "
+    "Expand Clone ToCopy Select Slice Index Unbind Alias Permute T Where BackpackOutput"
 )
 
 
