@@ -1551,6 +1551,29 @@ def test_a_batch_without_samples_adds_nothing(kind: Any, name: str) -> None:
     assert_close(operator.to_dense(), build(kind, problem).to_dense())
 
 
+class Smoothed(nn.Module):
+    """A loss of one's own that smooths labels, and does not ignore any."""
+
+    reduction = "mean"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.label_smoothing = 0.1
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(f, y, label_smoothing=self.label_smoothing)
+
+
+@pytest.mark.parametrize("kind", [GGN, Hessian, EmpiricalFisher])
+def test_a_batch_without_samples_and_a_loss_of_ones_own(kind: Any) -> None:
+    """It was an AttributeError, where the loss has an attribute label_smoothing."""
+    problem, loss = PROBLEMS["mlp"](), Smoothed()
+    rest = [problem.whole, tuple(tensor[:0] for tensor in problem.whole)]
+    found = kind(problem.model, loss, rest, progress=False)
+    whole = kind(problem.model, loss, [problem.whole], progress=False)
+    assert_close(found.to_dense(), whole.to_dense())
+
+
 class WithTemperature(nn.Sequential):
     """A model whose outputs begin with a number."""
 

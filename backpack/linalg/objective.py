@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
-from torch.nn import Module, Parameter
+from torch.nn import CrossEntropyLoss, Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
@@ -217,8 +217,9 @@ class Objective:
         """
         loss: Any = self.loss_function
         weight = num_terms(loss, output, targets, lambda: self.place(X, output).axis)
-        is_smoothed = skips_zero and not weight and vars(loss).get("label_smoothing")
-        if is_smoothed and bool((targets[0] != loss.ignore_index).any()):
+        is_smoothed = isinstance(loss, CrossEntropyLoss) and loss.label_smoothing > 0
+        is_left_out = skips_zero and not weight
+        if is_left_out and is_smoothed and bool((targets[0] != loss.ignore_index).any()):
             raise ValueError(
                 f"All targets of a batch have the class weight 0, but label_smoothing = "
                 f"{loss.label_smoothing} lets other classes count: the mean of that batch is no "
