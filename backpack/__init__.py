@@ -211,9 +211,11 @@ class backpack(ShowsOptions):
         elides = self._sum_individual_gradients or not self._gradients
         # perhaps extend() was forgotten
         is_suspicious = bool(self.exts) and checks.is_suspicious(scope)
+        is_to_leave = torch.is_inference_mode_enabled()  # that mode, for backward()
         looks = any(ext.looks_at_loss for ext in self.exts) or not _is_loss(alive.last_call())
         configure(configuration)
-        if elides or is_suspicious or configuration.second_order or (looks and self.exts):
+        is_asked = is_suspicious or is_to_leave or configuration.second_order
+        if elides or is_asked or (looks and self.exts):
             program = next((ext.program for ext in self.exts if ext.program is not None), None)
             scope.interceptor = InterceptBackward(BackwardPass.completed, elides, program)
             scope.interceptor.__enter__()

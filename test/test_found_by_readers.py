@@ -713,6 +713,27 @@ def test_gradients_of_a_layer_that_sees_no_positions() -> None:
     assert_close(model[3].bias.diag_ggn_exact, (diagonal - diagonal.square()).mean(0))
 
 
+@pytest.mark.parametrize("is_outside", [True, False])
+def test_first_order_in_inference_mode(is_outside: bool) -> None:
+    """It was an AttributeError from the second step on."""
+    model, (X, y) = extend(mlp()), batch()
+    lossfunc = extend(nn.CrossEntropyLoss(reduction="sum"))
+    loss = lossfunc(model(X), y)
+    with backpack(extensions.BatchGrad()):
+        loss.backward()
+    expected = [p.grad_batch for p in model.parameters()]
+    model.zero_grad()
+    loss = lossfunc(model(X), y)
+    modes = [torch.inference_mode(), backpack(extensions.BatchGrad())]
+    with modes[not is_outside], modes[is_outside]:
+        if is_outside:
+            loss.backward()
+            assert_close([p.grad_batch for p in model.parameters()], expected)
+        else:
+            with pytest.raises(RuntimeError, match="enter the context"):
+                loss.backward()
+
+
 def test_blocks_of_a_generator() -> None:
     model, (X, y) = extend(mlp()), batch()
     with backpack(extensions.EKFAC()):

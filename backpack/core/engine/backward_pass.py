@@ -61,6 +61,10 @@ NOT_LEFT_ALONE = (
     "over the context, would accumulate into p.grad. If it is that of torch.utils.checkpoint, use "
     "use_reentrant=False; else enter the context where backward() is called."
 )
+IN_INFERENCE_MODE = (
+    "Tensors have no graphs in torch.inference_mode(): call backward() outside of it, or enter the "
+    "context of backpack(...) inside of it."
+)
 NOT_TOGETHER = (
     "{} needs the individual gradients of all parameters together, but a backward pass runs inside "
     "of another one, and each has a part of them. If it is that of torch.utils.checkpoint, use "
@@ -146,6 +150,8 @@ class BackwardPass:
             entry = None  # this pass is inside of the one that it has started
         if entry is None and not configuration.gradients:
             raise NotImplementedError(NOT_LEFT_ALONE)
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(IN_INFERENCE_MODE)
         around = [o.collector for o in outer if o.configuration.scope is configuration.scope]
         new = cls(task, Collector(configuration, entry, around))
         current = cls._running.setdefault(task, new)  # threads of several devices may be here
