@@ -158,6 +158,31 @@ def test_backward_inside_autocast_is_the_same() -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_backward_alone_inside_autocast_changes_no_gradients(dtype: torch.dtype) -> None:
+    """What autograd rounds there was taken for the work of a hook."""
+    model = extend(
+        nn.Sequential(
+            *(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.ReLU()),
+            *(nn.Flatten(), nn.Linear(16, 3)),
+        )
+    )
+    X, y = torch.rand(5, 6), torch.arange(5) % 3
+    for is_doubled in (False, True):
+        loss = extend(nn.CrossEntropyLoss())(model(X), y)
+        if is_doubled:
+            model[2].register_full_backward_hook(lambda _, grads, __: (2 * grads[0],))
+            loss = extend(nn.CrossEntropyLoss())(model(X), y)
+        with (
+            torch.autocast("cpu", dtype=dtype),
+            backpack(extensions.DiagHessian()),
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            loss.backward()
+        assert any("a hook" in str(w.message) for w in caught) == is_doubled
+
+
 def test_gradient_scaler() -> None:
     """Float16 with a scaled loss: gradients and curvature carry the scale, like ``.grad``."""
     model, (X, y) = extend(mlp()), data()

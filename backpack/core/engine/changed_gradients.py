@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from typing import Any
 
 import torch
@@ -77,8 +77,12 @@ def _around(
 
 
 @torch.no_grad()
-def find_changed(plan: Plan, functions: Collection[Visit]) -> list[Visit]:
+def find_changed(
+    plan: Plan, functions: Collection[Visit], precisions: Set[torch.dtype]
+) -> list[Visit]:
     """Return calls whose gradients are not those that the calls behind them have sent.
+
+    Autograd may have computed them in other ``precisions`` than those of the calls.
 
     Hooks have changed them, at tensors that nobody has at hand: what functions read from the graph
     have read and returned, what other calls have read in another shape, or overwritten.
@@ -116,7 +120,7 @@ def find_changed(plan: Plan, functions: Collection[Visit]) -> list[Visit]:
         arrived = maker.g_out[slot] if maker.is_unbatched else maker.gradients()[slot]
         if arrived is not None and mark in state.cotangents:
             given = state.cotangents[mark].mat[0]
-            limits = [torch.finfo(dtype) for dtype in dtypes_of([maker, *readers])]
+            limits = [torch.finfo(dtype) for dtype in precisions | dtypes_of([maker, *readers])]
             smallest = max(limit.smallest_normal for limit in limits)
             tolerance = max(limit.eps for limit in limits) ** 0.5
             if maker.is_unbatched:  # autograd has summed over the samples, whose parts may cancel

@@ -27,6 +27,7 @@ from backpack.core.record import alive
 from backpack.core.record.origins import has_parameters
 from backpack.core.record.visits import Visit
 from backpack.core.types import Extension
+from backpack.utils.autocast import autocast_dtypes
 from backpack.utils.warning import warn
 
 NESTED = (
@@ -43,6 +44,9 @@ class SecondOrder:
         self._reads_gradients = any(map(_reads_gradients, exts))
         self._changed: dict[str, None] = {}  # what has or reads gradients that hooks have changed
         self.looking: list[RemovableHandle] = []  # hooks that are removed at the end
+        # in which gradients are computed, if autocast is on around backward()
+        is_cast = self._reads_gradients and torch._C._is_any_autocast_enabled()
+        self._precisions = autocast_dtypes() if is_cast else set[torch.dtype]()
         self._read_back: ReadBack | None = None  # what reads functions that nobody has recorded
 
     def read_back(self, visit: Visit, i: int) -> None:
@@ -100,7 +104,7 @@ class SecondOrder:
         if not plan.calls:  # nothing but calls without a rule, of which a warning has told
             return
         if self._reads_gradients and are_constant_multiples and plan.losses:
-            for call in find_changed(plan, functions):
+            for call in find_changed(plan, functions, self._precisions):
                 self._changed[f"{call!r} has returned"] = None
         if self._changed:
             warn(CHANGED.format(names_of(exts), checks.listed([*self._changed])))
