@@ -339,6 +339,22 @@ def test_lazy_modules(when: str, double_precision: None) -> None:
     agrees(model, copy.deepcopy(model), batch=(X, y))
 
 
+@pytest.mark.parametrize("converter", [False, True, "record"])
+def test_lazy_modules_that_look_at_their_tensors(converter: Any, double_precision: None) -> None:
+    """Recorded ones could not be called: their tensors have no shape yet."""
+    (X, y), lossfunc = data(), nn.CrossEntropyLoss()
+    model = nn.Sequential(
+        *(nn.Unflatten(1, (1, -1)), nn.LazyConv1d(2, 2), nn.LazyBatchNorm1d().eval()),
+        *(nn.Tanh(), nn.Flatten(), nn.LazyLinear(2)),
+    )
+    loss = extend(lossfunc)(extend(model, use_converter=converter)(X), y)
+    with backpack(extensions.DiagGGNExact()):
+        loss.backward()
+    expected = oracle.ggn_diag(copy.deepcopy(model), lossfunc, X, y)
+    for p, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.diag_ggn_exact, value)
+
+
 def test_lazy_modules_in_their_first_call(double_precision: None) -> None:
     model, (X, y) = extend(nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2))), data()
     loss = extend(nn.CrossEntropyLoss())(model(X), y)

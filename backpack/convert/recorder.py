@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, overrides
 from torch.nn import Module, Parameter
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -62,6 +63,8 @@ WRITING = {"__setitem__", "copy_", "index_copy_", "index_put_", "masked_scatter_
 FORMS = (kinds.MEMORY, kinds.MOVES, kinds.RESHAPES)
 # Of the modules for functions, the last ones made are kept: options may change in every run.
 MAX_APPLICATIONS = 512
+# Tensors of lazy modules that were not called yet.
+LAZY = {UninitializedBuffer, UninitializedParameter}
 # Tells the transform of ``torch.func`` that tensors belong to, which hooks cannot follow.
 in_transform = torch._C._functorch.peek_interpreter_stack
 
@@ -173,6 +176,8 @@ class Recorder(TorchFunctionMode):
             self.has_derivatives = True
             with disable():  # this is no backward pass for extensions
                 return func(*args, **kwargs)
+        if args and type(args[0]) in LAZY:  # the module is about to make its tensors
+            return func(*args, **kwargs)
         tensors = tensors_among((*args, *kwargs.values()) if kwargs else args)
         if not data_flow.DENSE.issuperset(map(data_flow.FORM, tensors)):
             return self._pass_by(func, args, kwargs, tensors)
