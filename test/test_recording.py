@@ -34,6 +34,7 @@ from backpack.convert.recording import is_recorded
 from backpack.core.derivatives import AutomaticDerivatives
 from backpack.core.engine import hooks
 from backpack.core.record import alive
+from backpack.custom_module.graph_utils import ConversionError
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.optim import DPSGD
@@ -2502,3 +2503,16 @@ def test_uses_inside_of_reentrant_checkpoints_are_missed(
     told = pytest.warns(UserWarning, match=r"\[4, 4\] have no result, or that of a part of")
     with told, backpack(extensions.BatchGrad()):
         lossfunc(model(x), torch.randint(2, (5,))).backward()
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_exported_models_are_recorded(is_part: bool) -> None:
+    """Traced ones lost what a hook needs that checks their inputs: an AttributeError."""
+    layers = nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)
+    plain, (X, y) = nn.Sequential(*layers).double(), data()
+    exported = torch.export.export(plain, (X,)).module()
+    if is_part:
+        exported, plain = nn.Sequential(exported, nn.Tanh()), nn.Sequential(plain, nn.Tanh())
+    with pytest.raises(ConversionError, match=r"torch\.export.*use_converter='record'"):
+        extend(exported, use_converter="trace")
+    check(exported, X, y, plain, ["grad_batch", "diag_ggn_exact", "diag_h"], use_converter=True)

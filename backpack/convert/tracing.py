@@ -478,6 +478,12 @@ class BackpackTracer(Tracer):
                 as_they_are += (f"{name}.",)
             if f"{name}.".startswith(as_they_are):
                 continue
+            if any(map(_is_of_export, m._forward_pre_hooks.values())):
+                raise ConversionError(
+                    f"{name or type(m).__name__} was made by torch.export: it calls operators of "
+                    "torch.ops, behind checks of its inputs that no graph has. Record functions, "
+                    "extend(model, use_converter='record'), or convert what was exported."
+                )
             if type(m) not in known:
                 codes = list(_codes(type(m)))
                 for question in filter(None, starmap(_hidden_question, codes)):
@@ -727,6 +733,10 @@ class BackpackTracer(Tracer):
 def _modes() -> tuple[bool, ...]:
     autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
     return torch.is_grad_enabled(), *autocast
+
+
+def _is_of_export(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.export.")
 
 
 def _is_option(name: str, value: Any) -> bool:
