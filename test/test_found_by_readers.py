@@ -713,6 +713,25 @@ def test_gradients_of_a_layer_that_sees_no_positions() -> None:
     assert_close(model[3].bias.diag_ggn_exact, (diagonal - diagonal.square()).mean(0))
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("lossfunc", [nn.MSELoss(), nn.L1Loss(reduction="sum")])
+def test_predictions_without_entries(lossfunc: nn.Module) -> None:
+    """They ended in an error of Python or torch about zero."""
+    model = extend(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 0)))
+    loss = extend(lossfunc)(model(torch.rand(N, 3)), torch.rand(N, 0))
+    with backpack(extensions.BatchGrad(), extensions.HMP(), retain_graph=True):
+        loss.backward(retain_graph=True)
+    for p in model[0].parameters():
+        vectors = torch.ones(2, *p.shape)
+        assert_close(p.hmp(vectors), 0 * vectors)
+        assert_close(p.grad_batch, torch.zeros(N, *p.shape))
+    with (
+        backpack(extensions.DiagGGNExact()),
+        pytest.raises(ValueError, match=rf"shape \[{N}, 0\] has no entries"),
+    ):
+        loss.backward()
+
+
 @pytest.mark.parametrize("is_outside", [True, False])
 def test_first_order_in_inference_mode(is_outside: bool) -> None:
     """It was an AttributeError from the second step on."""

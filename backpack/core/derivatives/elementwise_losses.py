@@ -85,7 +85,7 @@ class ElementwiseLossDerivatives(BaseLossDerivatives):
                 f"{describe(c.module)}: prediction and target need one shape, got "
                 f"{[list(x.shape), list(y.shape)]}."
             )
-        terms = x.numel() if c.module.reduction == "mean" else 1
+        terms = max(1, x.numel()) if c.module.reduction == "mean" else 1
         scale = torch.full_like(x, 1 / terms) * self.weight(c)
         return c.select(scale.to(x.dtype))
 

@@ -240,8 +240,10 @@ def is_negative(tensor: Tensor) -> bool:
 
 def scaled_identity(diagonal: Tensor) -> Tensor:
     """Return the columns of ``diag(diagonal)`` for each sample: ``[N, *d] -> [D, N, *d]``."""
-    return (
-        torch.diag_embed(diagonal.reshape(len(diagonal), -1))
-        .movedim(-1, 0)
-        .reshape(-1, *diagonal.shape)
-    )
+    size = diagonal.shape[1:].numel()
+    if not size:
+        raise ValueError(
+            f"A prediction of shape {list(diagonal.shape)} has no entries, so its loss has no "
+            "curvature that could travel back."
+        )
+    return torch.diag_embed(diagonal.reshape(-1, size)).movedim(-1, 0).reshape(-1, *diagonal.shape)
