@@ -42,6 +42,7 @@ from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
 from backpack.extensions.secondorder.sqrt_ggn.losses import SqrtGGNCrossEntropyLoss, SqrtGGNMSELoss
 from backpack.hessianfree.ggnvp import ggn_vector_product
 from backpack.hessianfree.hvp import hessian_vector_product
+from backpack.hessianfree.lop import vjp
 from backpack.influence import Influence, ProjectedInfluence, TracIn
 from backpack.laplace import Laplace
 from backpack.linalg import (
@@ -913,6 +914,15 @@ def test_products_with_several_vectors_that_cannot_be_vectorised(is_debugged: bo
         jacobian = Jacobian(model, [X])
         assert_close(jacobian @ eye, J.flatten(0, 1))
         assert_close(jacobian.T @ torch.eye(3 * N).double(), J.flatten(0, 1).T)
+
+
+def test_several_vectors_of_a_graph_that_is_not_kept() -> None:
+    """The attempt to multiply them at once had let go of a part of it."""
+    x = torch.randn(3).double().requires_grad_()
+    y = LooksAtGradient.apply(x.exp()).sin()  # type: ignore[no-untyped-call]
+    eye = torch.eye(3).double()
+    (product,) = vjp((y,), (x,), (eye,), retain_graph=False, several=True)
+    assert_close(product, (2 * (2 * x).exp() * (2 * x).exp().cos()).diag().detach())
 
 
 @pytest.mark.parametrize(("size", "k"), [(1, 1), (4, 4), (4, 1.5)])

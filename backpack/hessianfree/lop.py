@@ -85,7 +85,7 @@ def vjp(
                 [ys[i] for i in varying],
                 xs,
                 grad_outputs=[ws[i].squeeze(0) if alone else ws[i] for i in varying],
-                retain_graph=retain_graph,
+                retain_graph=retain_graph or has_parts,  # what failed has freed some of it
                 create_graph=not detach,
                 allow_unused=True,
                 is_grads_batched=several and not alone,
