@@ -3312,3 +3312,75 @@ def test_functions_of_stacked_losses_mix_samples(route: Any) -> None:
     loss = extend(model, use_converter=route)(X, y)
     with backpack(extensions.BatchGrad()), pytest.warns(UserWarning, match="mixes the samples"):
         loss.backward()
+
+
+class OfTwoSequences(nn.Module):
+    """A decoder of sequences ``[S, N, 3]`` and ``[T, N, 3]``, with something before and behind."""
+
+    def __init__(self, before: Callable[[Tensor], Tensor], behind: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.before, self.behind = before, behind
+        self.one, self.other = nn.Linear(3, 4), nn.Linear(3, 4)
+        self.attention, self.head = nn.MultiheadAttention(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """[S, N, 3] and [T, N, 3] -> [T, N, 2]."""
+        x = self.behind(self.one(self.before(x)))
+        y = self.behind(self.other(self.before(y)))
+        return self.head(self.attention(y, x, x, need_weights=False)[0])
+
+
+class FromStates(nn.Module):
+    """A recurrent layer that is given states: of more tensors than the sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 4), nn.Linear(3, 4)
+        self.lstm, self.head = nn.LSTM(4, 4, 2, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> Tensor:
+        """[N, T, 3], [L, N, 3] and [L, N, 4] -> [N, T, 2]."""
+        return self.head(self.lstm(self.one(x), (self.other(h), c))[0])
+
+
+def _check_input_factors(model: Any, converter: Any, *inputs: Tensor, scale: float = 1) -> None:
+    """Compare the input factors of two layers: whose input is ``[T, N, 3]``, or ``[N, T, 3]``."""
+    model, loss = extend(model, use_converter=converter), extend(nn.MSELoss())
+    for approximation in (None, "reduce"):
+        with backpack(extensions.KFLR(approximation=approximation)):
+            y = model(*inputs)
+            loss(y, torch.zeros_like(y)).backward()
+        for layer, x in ((model.one, inputs[0]), (model.other, inputs[1])):
+            rows = scale * (x if len(x) == N else x.transpose(0, 1))
+            rows = rows.mean(1, keepdim=True) if approximation else rows
+            assert_close(layer.weight.kflr[1], einsum("nti,ntj->ij", rows, rows) / N)
+
+
+@pytest.mark.parametrize("lengths", [(5, 3), (3, 5), (1, 3), (5, N + 2)])
+@pytest.mark.parametrize("behind", [nn.Identity(), nn.Tanh(), torch.tanh], ids=str)
+@pytest.mark.parametrize("before", [lambda x: x, lambda x: 2 * x], ids=["data", "scaled"])
+@pytest.mark.parametrize("converter", [True, "record"])
+def test_sequences_first_of_different_lengths(
+    converter: Any, before: Any, behind: Any, lengths: tuple[int, int]
+) -> None:
+    """One was taken for a table that all samples read: its layer had N times the factor."""
+    inputs = [torch.randn(length, N, 3) for length in lengths]
+    model, scale = OfTwoSequences(before, behind), before(1.0)
+    _check_input_factors(model, converter, *inputs, scale=scale)
+
+
+def test_sequences_beside_states_with_the_layers_first() -> None:
+    """The sequences were taken for a table, since two states have as many rows."""
+    states = torch.randn(2, N, 3), torch.randn(2, N, 4)
+    _check_input_factors(FromStates(), "record", torch.randn(N, 5, 3), *states)
+
+
+def test_sequences_that_are_moved_before_a_layer_that_has_them_first() -> None:
+    """Where the samples were before is not found out afterwards."""
+    model = extend(OfTwoSequences(lambda x: x.flip(0), nn.Identity()), use_converter="record")
+    y = model(torch.randn(5, N, 3), torch.randn(3, N, 3))
+    with (
+        backpack(extensions.KFLR()),
+        pytest.raises(ValueError, match="the data of the network has its samples along the first"),
+    ):
+        extend(nn.MSELoss())(y, torch.zeros_like(y)).backward()

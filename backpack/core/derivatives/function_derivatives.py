@@ -26,6 +26,7 @@ from backpack.core.record.data_flow import (
     assumption_behind,
     is_all_data,
     is_of_inputs,
+    of_tables,
     tensors_in,
 )
 from backpack.core.record.data_notes import memory_of, running
@@ -260,6 +261,12 @@ class FunctionDerivatives(AutomaticDerivatives):
         return affine, layouts
 
     def _of_no_samples(self, call: Call, i: int) -> Layout:
+        """Describe what is computed of tensors without samples alone."""
+        is_of_entries = treatment_by(call.module) == ENTRIES
+        of_data = of_tables(call.inputs, call.layouts_in, call.shape_out[i], is_of_entries)
+        return self._repeated(call, i) or of_data or unbatched()
+
+    def _repeated(self, call: Call, i: int) -> Layout | None:
         """Let what is repeated for all samples, such as learned queries, have a row for each.
 
         At random values, too, the entries of all of them are the same then.
@@ -268,7 +275,7 @@ class FunctionDerivatives(AutomaticDerivatives):
         axes = shape[:-1] or shape  # the last one of several is that of features
         may_repeat = samples > 1 and any(size and size % samples == 0 for size in axes)
         if not (may_repeat and moves_entries(call.module)):
-            return unbatched()
+            return None
         generator, drawn_for = generator_at(call.inputs), dict[Any, Tensor]()
         leaves = [*call.inputs]
         for k, x in enumerate(leaves):
@@ -285,7 +292,7 @@ class FunctionDerivatives(AutomaticDerivatives):
                     rows = values.reshape(before, samples, -1)
                     if bool((rows == rows[:, :1]).all()):
                         return Layout(before, samples, True, len(shape), is_constant=True)
-        return unbatched()
+        return None
 
     @staticmethod
     def _key(call: Call, facts: Sequence[Any]) -> Any:

@@ -165,11 +165,13 @@ class SampleAxes(Interface):
                 continue
             if not layout.is_batched:
                 if layout.assumed and own:  # data: the module knows better
-                    layout.correct(shape, own)
+                    self._correct(call, layout, shape, own)
             elif leading:
                 self._check_leading(call, layout, shape)
             else:
                 self._check_fixed(call, i, layout, shape)
+        if not leading and len(call.layouts_in) > 1:
+            self._correct_partners(call)
         # a number is a loss, unless it is made of numbers that have no samples (parameters)
         tensors = zip(call.layouts_in, call.shape_in, strict=True)
         batched = [bool(shape) or one.is_batched for one, shape in tensors if one is not None]
@@ -209,6 +211,28 @@ class SampleAxes(Interface):
                 "different orders, because a function before has rearranged or chosen some. "
                 f"Extensions need modules that act on each sample alone.{assumption_behind(known)}"
             )
+
+    def _correct_partners(self, call: Call) -> None:
+        """Let data that was taken for a table have samples where the module reads it beside some.
+
+        Such as ``[N, T, I]`` for a recurrent layer whose states, ``[L, N, H]``, were more tensors.
+        """
+        layouts = [*zip(call.layouts_in, call.inputs, strict=True)]
+        if not any(one is not None and one.is_batched for one, _ in layouts):
+            return
+        for i, (layout, x) in enumerate(layouts):
+            if layout is None or layout.is_batched or not layout.assumed or not x.dim():
+                continue
+            axis = self.axis_of(call.module, i, x)
+            if axis is not None:
+                self._correct(call, layout, x.shape, axis)
+
+    @staticmethod
+    def _correct(call: Call, layout: Layout, shape: Size, axis: int) -> None:
+        try:
+            layout.correct(shape, axis)
+        except ValueError as error:
+            raise ValueError(f"{call!r}: {error}.") from None
 
     def _check_leading(self, call: Call, layout: Layout, shape: Size) -> None:
         """Refuse samples along one of the last axes of an input, whose entries are combined."""
@@ -266,10 +290,7 @@ class SampleAxes(Interface):
                     "data with the batch axis first (and recurrent layers and attention "
                     "batch_first=True)."
                 )
-            try:
-                layout.correct(shape, axis)
-            except ValueError as error:
-                raise ValueError(f"{call!r}: {error}.") from None
+            self._correct(call, layout, shape, axis)
         layout.confirm()
 
     def _layout_out(self, call: Call, i: int, shape: Size) -> Layout:
@@ -280,7 +301,7 @@ class SampleAxes(Interface):
             known = [(one, s) for one, s in inputs if one and one.is_batched]
             main, own = min(known, key=lambda x: x[0].is_constant, default=inputs[0])
         if main is not None and not main.is_batched:
-            return unbatched()
+            return main if main.assumed else unbatched()  # a later module may know better
         if self.batch_axis is BatchAxis.LEADING:
             return main or Layout.of_axis(shape, 0, assumed=True)
         axis = self.batch_axis_out(call.module, i)

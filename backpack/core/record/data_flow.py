@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 from torch.nn import Module, Parameter
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
@@ -32,7 +32,7 @@ from backpack.core.record.data_notes import (
     noted,
     running,
 )
-from backpack.core.record.kinds import MOVES
+from backpack.core.record.kinds import ENTRIES, MOVES
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.lookup import treatment
 from backpack.core.record.module_state import describe
@@ -388,8 +388,11 @@ def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
     known = list(map(layout_of, tensors))
     if known and not any(known):
         return
-    if not any(layout is not None and layout.is_batched for layout in known):
-        if None not in known and (tensors or isinstance(module, FUNCTIONS)):
+    is_function = isinstance(module, FUNCTIONS)
+    # a rule passes on what a later module may know better
+    passes_on = not is_function and any(one is not None and one.assumed for one in known)
+    if not (passes_on or any(one is not None and one.is_batched for one in known)):
+        if None not in known and (tensors or is_function):
             note_unbatched(outputs, tensors, known, getattr(module, "function", None))
         return
     call = Call.of_data(module, *positional(module, args, kwargs), tuple(outputs))
@@ -435,7 +438,31 @@ def note_unbatched(
         else:  # as expand leaves them
             alike = FORM(y) in DENSE and y.shape[:1] > (1,) and y.stride(0) == 0
         layout.is_constant = is_constant or alike
+        if not (layout.is_constant or layout.lost):
+            layout = of_tables(tensors, known, y.shape, what == ENTRIES) or layout
         note(y, layout)
+
+
+def of_tables(
+    tensors: Iterable[Any], known: Sequence[Layout | None], shape: Size, is_of_entries: bool
+) -> Layout | None:
+    """Describe what is computed of data that was taken for tables: a later module may know better.
+
+    Such as of sequences ``[T, N, *]`` beside others of another length. What is found out of the
+    only one is known of a function of each entry, too; for others there is an error then.
+    """
+    pairs = zip(tensors, known, strict=True)
+    doubtful = [
+        (x, one)
+        for x, one in pairs
+        if one is not None and one.assumed and x.dim() + (not has_numbers(x)) >= SEQUENCE
+    ]
+    if not doubtful:
+        return None
+    (x, only), *others = doubtful
+    if is_of_entries and not others and x.shape == shape:
+        return only
+    return Layout(1, 0, True, len(shape), [one for _, one in doubtful])
 
 
 def dense_advice(x: Tensor) -> str:
