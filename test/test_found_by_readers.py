@@ -3384,3 +3384,28 @@ def test_sequences_that_are_moved_before_a_layer_that_has_them_first() -> None:
         pytest.raises(ValueError, match="the data of the network has its samples along the first"),
     ):
         extend(nn.MSELoss())(y, torch.zeros_like(y)).backward()
+
+
+def test_padding_of_sequences_first() -> None:
+    """A function has made a mask of it: nobody asks where the samples were before."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(3, 4)
+            self.layer = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0)
+
+        def forward(self, x: Tensor, is_padding: Tensor) -> Tensor:
+            return self.layer(self.one(x), src_key_padding_mask=is_padding)
+
+    x, is_padding = torch.randn(5, N, 3), torch.arange(5) >= torch.tensor([[5], [3], [4], [1]])
+    plain, loss = Encoder(), nn.MSELoss(reduction="sum")
+    model = extend(copy.deepcopy(plain), use_converter="record")
+    with backpack(extensions.BatchGrad(), extensions.KFLR()):
+        y = model(x, is_padding)
+        extend(copy.deepcopy(loss))(y, torch.zeros_like(y)).backward()
+    for n in range(N):
+        y = plain(x[:, n : n + 1], is_padding[n : n + 1])
+        grads = torch.autograd.grad(loss(y, torch.zeros_like(y)), [*plain.parameters()])
+        assert_close([p.grad_batch[n] for p in model.parameters()], [*grads])
+    assert_close(model.one.weight.kflr[1], einsum("tni,tnj->ij", x, x) / N)

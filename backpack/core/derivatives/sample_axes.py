@@ -161,17 +161,14 @@ class SampleAxes(Interface):
                     "module, or use extend(model, use_converter=True)."
                 )
             shape = call.shape_in[i]
-            if layout is None or shape is None:
+            if layout is None or shape is None or not layout.is_batched:
                 continue
-            if not layout.is_batched:
-                if layout.assumed and own:  # data: the module knows better
-                    self._correct(call, layout, shape, own)
-            elif leading:
+            if leading:
                 self._check_leading(call, layout, shape)
             else:
                 self._check_fixed(call, i, layout, shape)
-        if not leading and len(call.layouts_in) > 1:
-            self._correct_partners(call)
+        if not leading:
+            self._correct_tables(call)
         # a number is a loss, unless it is made of numbers that have no samples (parameters)
         tensors = zip(call.layouts_in, call.shape_in, strict=True)
         batched = [bool(shape) or one.is_batched for one, shape in tensors if one is not None]
@@ -212,20 +209,20 @@ class SampleAxes(Interface):
                 f"Extensions need modules that act on each sample alone.{assumption_behind(known)}"
             )
 
-    def _correct_partners(self, call: Call) -> None:
-        """Let data that was taken for a table have samples where the module reads it beside some.
+    def _correct_tables(self, call: Call) -> None:
+        """Let data that was taken for a table have its samples where the module needs them.
 
-        Such as ``[N, T, I]`` for a recurrent layer whose states, ``[L, N, H]``, were more tensors.
+        Such as sequences ``[T, N, *]``; or ``[N, T, *]`` if another tensor has samples.
         """
-        layouts = [*zip(call.layouts_in, call.inputs, strict=True)]
-        if not any(one is not None and one.is_batched for one, _ in layouts):
-            return
-        for i, (layout, x) in enumerate(layouts):
-            if layout is None or layout.is_batched or not layout.assumed or not x.dim():
+        for i, (layout, shape) in enumerate(zip(call.layouts_in, call.shape_in, strict=True)):
+            if layout is None or layout.is_batched or not (layout.assumed and shape):
                 continue
-            axis = self.axis_of(call.module, i, x)
-            if axis is not None:
-                self._correct(call, layout, x.shape, axis)
+            has_partner = any(one is not None and one.is_batched for one in call.layouts_in)
+            axis = self.axis_of(call.module, i, call.inputs[i])
+            is_known = layout.may_be_corrected or not has_partner
+            # else it is read row by row, and that matters where parameters are above
+            if axis is not None and (axis or has_partner) and (is_known or call.origins_in[i]):
+                self._correct(call, layout, shape, axis)
 
     @staticmethod
     def _correct(call: Call, layout: Layout, shape: Size, axis: int) -> None:
