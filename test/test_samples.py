@@ -1257,6 +1257,12 @@ FIRST: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "rows": lambda m, x: x * m.table(torch.arange(3).repeat(x.shape[0], 1)).mean(1),
     "counted": lambda m, x: x * m.table(torch.ones(x.shape[0], 3).cumsum(1).long() - 1).mean(1),
     "stacked": lambda m, x: x * m.table(torch.stack([torch.arange(3)] * x.shape[0])).mean(1),
+    "joined": lambda m, x: (
+        x * m.table(torch.arange(3).repeat(x.shape[0])).view(x.shape[0], 3, 3).mean(1)
+    ),
+    "joined, sequences first": lambda m, x: (
+        x * m.table(torch.arange(3).repeat_interleave(x.shape[0])).view(3, *x.shape).mean(0)
+    ),
     "sums": lambda m, x: x * m.table(torch.zeros(x.shape[0], 1).long() + torch.arange(3)).mean(1),
     "state": lambda m, x: x * m.layer(torch.ones(x.shape[0], 3, dtype=x.dtype)).tanh(),
     "table": lambda m, x: x @ m.layer(torch.ones(3, 3, dtype=x.dtype)).tanh(),
@@ -1285,7 +1291,7 @@ def test_kronecker_factors_of_what_is_the_same_for_all_samples(
         ).backward()
     if name not in ("state", "table"):
         expected = torch.zeros(4, 4).double()
-        for i in range(3 if name in ("rows", "counted", "stacked", "sums") else 1):
+        for i in range(3 if name[:4] in ("rows", "coun", "stac", "sums", "join") else 1):
             expected[i, i] = 1
         factor = model.table.weight.kflr[0]
     else:  # a table has three positions, which all samples read
@@ -1307,6 +1313,9 @@ QUERIES: dict[str, Callable[[Tensor, int], Tensor]] = {
     "stacked, sequences first": lambda q, n: torch.stack([q] * n, dim=1),
     "concatenated": lambda q, n: torch.cat([q[None]] * n),
     "joined": lambda q, n: torch.cat([q] * n),
+    "one for all": lambda q, n: q[:1].expand(2 * n, -1),
+    "ones": lambda q, n: torch.ones(2 * n, 3, dtype=q.dtype),
+    "merged, sequences first": lambda q, n: q.repeat_interleave(n, 0),
     "both, sequences first": lambda q, n: q[:1, None].expand(3, n, -1),
     "ones, sequences first": lambda q, n: torch.ones(2, n, 3, dtype=q.dtype),
 }
@@ -1323,7 +1332,7 @@ class WithQueries(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         queries = self.layer(QUERIES[self.name](self.table.weight, x.shape[0]))
         if "sequences" in self.name:
-            return self.head(x * queries).mean(0)
+            return self.head(x * queries.reshape(-1, x.shape[0], 3)).mean(0)
         return self.head(x[:, None] * queries.reshape(x.shape[0], -1, 3)).mean(1)
 
 

@@ -29,7 +29,7 @@ from backpack.core.record.data_flow import (
     of_tables,
     tensors_in,
 )
-from backpack.core.record.data_notes import memory_of, running
+from backpack.core.record.data_notes import before_repeated, memory_of, running
 from backpack.core.record.generators import evaluated_alike
 from backpack.core.record.kinds import CASTS, ENTRIES
 from backpack.core.record.layout import Layout, unbatched
@@ -285,13 +285,9 @@ class FunctionDerivatives(AutomaticDerivatives):
         entries = sum(x.numel() for x in drawn_for.values())
         if entries < shape.numel():
             values = self._following(call, 0).evaluate(leaves)[i]
-            for axis, size in enumerate(axes):
-                is_whole = size == samples or shape.numel() == samples * entries
-                if size and size % samples == 0 and is_whole:
-                    before = shape[:axis].numel()
-                    rows = values.reshape(before, samples, -1)
-                    if bool((rows == rows[:, :1]).all()):
-                        return Layout(before, samples, True, len(shape), is_constant=True)
+            before = before_repeated(values, axes, samples)
+            if before is not None:
+                return Layout(before, samples, True, len(shape), is_constant=True)
         return None
 
     @staticmethod

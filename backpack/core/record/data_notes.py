@@ -7,18 +7,21 @@ noted here: what a model was called with for that call alone, all else as long a
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from threading import local
 from types import FrameType
 from typing import Any
 from weakref import ref
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn import Module, Parameter
 
 from backpack.core.record.layout import Layout, Place, unbatched
 from backpack.core.record.origins import Origin, origin
+from backpack.core.values import has_values
 
 # Why the samples are not known in memory that no function of torch has filled.
 UNFILLED = "a tensor that torch.empty_like (or new_empty) has made and something unknown filled"
@@ -110,15 +113,38 @@ def running() -> list[Inputs]:
 def rows_of_constant(x: Tensor) -> Layout | None:
     """Give a constant, such as the first tokens torch.zeros(N), a row for each of the samples.
 
-    They are along the first axis that has as many entries, ``[T, N]`` for sequences. That is taken
-    back where the samples turn out to be along another axis, or nowhere in it.
+    They are along the first axis that has as many entries, ``[T, N]`` for sequences, or merged with
+    others. That is taken back where they turn out to be along another axis, or nowhere in it.
     """
     samples, shape = _calls.running[-1].samples if _calls.running else 0, x.shape
     axes = shape[:-1] if len(shape) > 1 and has_numbers(x) else shape  # others are features
-    if samples > 1 and samples in axes:
-        before = shape[: axes.index(samples)].numel()
-        note(x, Layout(before, samples, True, len(shape), is_constant=True))
+    if samples > 1:
+        before: int | None = None
+        if samples in axes:
+            before = shape[: axes.index(samples)].numel()
+        elif has_values(x) and not (is_fake(x) or assigned()):  # then rows may be in any order
+            before = before_repeated(x, axes, samples)
+        if before is not None:
+            note(x, Layout(before, samples, True, len(shape), is_constant=True))
     return noted(x)
+
+
+def before_repeated(x: Tensor, axes: Sequence[int], samples: int) -> int | None:
+    """Return how many entries are before an axis of samples along which all entries are the same.
+
+    It may be merged with others to one of the first ``axes``. None if there is no such axis.
+    """
+    numbers = [
+        prod(axes[:axis]) * outer
+        for axis, size in sorted(enumerate(axes), key=lambda each: each[1] != samples)
+        if size and size % samples == 0
+        for outer in (1, size // samples)
+    ]
+    for before in numbers:
+        rows = x.reshape(before, samples, -1)
+        if bool((rows == rows[:, :1]).all()):
+            return before
+    return None
 
 
 def has_other_rows(data: Tensor) -> bool:
