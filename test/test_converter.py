@@ -8,6 +8,7 @@ import logging
 import math
 import operator
 import random
+import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -1417,6 +1418,27 @@ def test_errors(net: nn.Module, message: str) -> None:
     assert state == [vars(m) for m in net.modules()]
     assert torch.equal(rng, torch.get_rng_state()) and torch.zeros is forward
     assert all(type(m.training) is bool for m in net.modules())
+
+
+def test_code_without_line_numbers() -> None:
+    """Python cannot extract a traceback with columns from code that torch.fx has patched."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y if bool(x.sum() > 0) else -y
+
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+    code = forward.__code__.replace(co_linetable=b"")
+    Branching.forward = types.FunctionType(code, globals())  # type: ignore[method-assign, assignment]
+    with pytest.raises(ConversionError, match="control flow"):
+        extend(Branching(), use_converter="trace")
+    x, model = torch.rand(4, 3), Branching()
+    expected = model(x)
+    torch.testing.assert_close(extend(model, use_converter=True)(x), expected)
 
 
 def test_forward_of_the_instance_is_an_error() -> None:

@@ -722,7 +722,8 @@ class BackpackTracer(Tracer):
         if self._culprit is not None:
             path, module = self._culprit
             where += f" (in its child {path!r}, {type(module).__name__})"
-        *_, last = traceback.extract_tb(error.__traceback__)
+        # not extract_tb: code that torch.fx has patched may have no columns
+        *_, last = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__))
         message = str(error) or f"{last.line} ({last.filename}:{last.lineno})"
         return (
             f"The forward pass of {where} cannot be converted:\n{_users_line(error.__traceback__)}"
