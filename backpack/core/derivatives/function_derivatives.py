@@ -281,7 +281,9 @@ class FunctionDerivatives(AutomaticDerivatives):
         for k, x in enumerate(leaves):
             if is_real(x):  # copies in a list are one tensor, or views of it
                 key = memory_of(x) or id(x), x.stride()
-                leaves[k] = drawn_for.setdefault(key, drawn(x.shape, generator).to(x.device))
+                if key not in drawn_for:
+                    drawn_for[key] = drawn(x.shape, generator).to(x.device)
+                leaves[k] = drawn_for[key]
         entries = sum(x.numel() for x in drawn_for.values())
         if entries < shape.numel():
             values = self._following(call, 0).evaluate(leaves)[i]
