@@ -3357,7 +3357,9 @@ def _check_input_factors(model: Any, converter: Any, *inputs: Tensor, scale: flo
 
 
 @pytest.mark.parametrize("lengths", [(5, 3), (3, 5), (1, 3), (5, N + 2)])
-@pytest.mark.parametrize("behind", [nn.Identity(), nn.Tanh(), torch.tanh], ids=str)
+@pytest.mark.parametrize(
+    "behind", [nn.Identity(), nn.Tanh(), torch.tanh], ids=["layer", "Tanh", "tanh"]
+)
 @pytest.mark.parametrize("before", [lambda x: x, lambda x: 2 * x], ids=["data", "scaled"])
 @pytest.mark.parametrize("converter", [True, "record"])
 def test_sequences_first_of_different_lengths(
