@@ -26,6 +26,7 @@ INTERNAL = (
     "backpack.laplace.",
     "backpack.linalg.",
     "backpack.optim.",
+    "backpack.utils.autocast",
     "backpack.utils.batches",
     "backpack.utils.by_name",
     "backpack.utils.files",
