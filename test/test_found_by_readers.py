@@ -3411,3 +3411,64 @@ def test_padding_of_sequences_first() -> None:
         grads = torch.autograd.grad(loss(y, torch.zeros_like(y)), [*plain.parameters()])
         assert_close([p.grad_batch[n] for p in model.parameters()], [*grads])
     assert_close(model.one.weight.kflr[1], einsum("tni,tnj->ij", x, x) / N)
+
+
+class OfTables(nn.Module):
+    """Tables that a layer makes of ones, with as many rows, by chance, as there are samples."""
+
+    def __init__(self, read: Callable[[Any, Tensor], Tensor]):
+        super().__init__()
+        self.read, self.layer, self.encode = read, nn.Linear(3, 4), nn.Linear(2, 4)
+        self.columns, self.rows = (
+            nn.MultiheadAttention(4, 2, batch_first=first) for first in (False, True)
+        )
+        self.recurrent = nn.GRU(2, 4)
+
+    def table(self, *shape: int) -> Tensor:
+        return self.encode(torch.ones(*shape, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, T, 3] -> [N, 4]."""
+        return self.read(self, self.layer(x))
+
+
+def _by_both(m: Any, x: Tensor) -> Tensor:
+    q, first = m.table(N, N), x.transpose(0, 1)
+    by_rows = m.rows(q, x, x, need_weights=False)[0].mean(1)
+    return by_rows + m.columns(q, first, first, need_weights=False)[0].mean(0)
+
+
+def _by_rows_and_columns(m: Any, x: Tensor) -> Tensor:
+    q, x = m.table(N, N), x.mean(1)
+    return (x[:, None] * q).tanh().mean(1) + (x * q).mean(0)
+
+
+TABLES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "moved": lambda m, x: (
+        (x.mean(1, True) * m.table(N, N).flip(0).transpose(0, 1).flatten(0, 1)).tanh().mean(1)
+    ),
+    "rows and columns": _by_rows_and_columns,
+    "attention": _by_both,
+    "states": lambda m, x: (
+        (x.mean(1, True) * m.recurrent(torch.ones(3, N, 2))[1][0]).tanh().mean(1)
+    ),
+}
+
+
+@pytest.mark.parametrize("converter", [True, "record"])
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_of_constants_that_functions_move(name: str, converter: Any) -> None:
+    """An axis of N entries was taken for the samples, and what was made of it still had them."""
+    plain, x = OfTables(TABLES[name]), torch.randn(N, 3, 3)
+    model = extend(copy.deepcopy(plain), use_converter=converter)
+    with backpack(extensions.BatchGrad()):
+        y = model(x)
+        extend(nn.MSELoss(reduction="sum"))(y, torch.zeros_like(y)).backward()
+    params = dict(plain.named_parameters())
+    for n, of_sample in enumerate(plain(x).square().sum(1)):
+        grads = torch.autograd.grad(
+            of_sample, params.values(), retain_graph=True, allow_unused=True
+        )
+        for own, grad in zip(params, grads, strict=True):
+            if grad is not None:
+                assert_close(model.get_parameter(own).grad_batch[n], grad)

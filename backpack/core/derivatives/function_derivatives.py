@@ -255,7 +255,8 @@ class FunctionDerivatives(AutomaticDerivatives):
                 if owners is not None and self._reads_rows_of_layers(call):
                     return None  # samples have chosen some: they are those of a table, then
                 is_fixed = bool(marks)  # the entries are a constant
-                sources = batched if assumed and not is_fixed else ()
+                # constants may be taken back, also those that a module has corrected
+                sources = batched if (assumed or is_constant) and not is_fixed else ()
                 known = assumed or is_fixed, batched[0].dims, sources
                 layouts.append(Layout(before, count, *known, owners, is_constant or is_fixed))
         return affine, layouts

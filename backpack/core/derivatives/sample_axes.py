@@ -308,7 +308,8 @@ class SampleAxes(Interface):
         before = prod(shape[:axis]) * place.outer
         if before == main.before:
             return main
-        return Layout(before, place.samples, owners=place.owners)
+        sources = (main,) if main.is_constant else ()  # which may be taken back
+        return Layout(before, place.samples, False, 0, sources, place.owners, main.is_constant)
 
     def seen(
         self, call: Visit, inputs: Sequence[Any], outputs: Sequence[Tensor]

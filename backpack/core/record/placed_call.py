@@ -216,7 +216,7 @@ class PlacedCall(ModuleState):
             return
         if totals:
             self.layouts_out = tuple([one and of_all() for one in self.layouts_out])
-        if rule.depends_on_layouts:
+        if rule.depends_on_layouts or len(self.layouts_in) > 1:
             # what a rule has found out from layouts that are corrected later is void
             self.relied_on = tuple(map(_facts, self.layouts_in))
 
@@ -307,10 +307,19 @@ class PlacedCall(ModuleState):
             for one in self.layouts_out:  # of the parts of a constant, all have none then
                 if one is not None and one.is_constant and one.samples:
                     one.mark_unbatched()
+        elif is_corrected:
+            self._take_back_moved()
         self.find_places()
         rule = self.derivatives
         if self.misplaced is None and rule is not None and not rule.fits_layouts(self):
             self.misplaced = self._says_corrected()
+
+    def _take_back_moved(self) -> None:
+        """Let constants be those of a table if samples have read them along another axis."""
+        if any(map(_has_samples, self.layouts_in)):
+            for one, known in zip(self.layouts_in, self.relied_on, strict=False):
+                if one is not None and one.is_constant and one.samples and _facts(one) != known:
+                    one.mark_unbatched()
 
     def _says_corrected(self) -> str:
         return (
