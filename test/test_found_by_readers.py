@@ -3472,3 +3472,15 @@ def test_tables_of_constants_that_functions_move(name: str, converter: Any) -> N
         for own, grad in zip(params, grads, strict=True):
             if grad is not None:
                 assert_close(model.get_parameter(own).grad_batch[n], grad)
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+def test_a_use_without_positions_leaves_the_others(approximation: Any) -> None:
+    """Such as of the tokens before the first one: the input factor was not a number."""
+    model = extend(nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2)))
+    X = torch.tensor([[0, 1], [1, 4], [1, 1]])
+    with backpack(extensions.KFLR(approximation=approximation)):
+        y = model[1](torch.cat([model[0](X), model[0](X[:, :0])], 1))
+        extend(nn.MSELoss())(y, torch.zeros_like(y)).backward()
+    rows = nn.functional.one_hot(X, 5).to(y.dtype)
+    rows = rows.mean(1, keepdim=True) if approximation == "reduce" else rows / 2**0.5
+    factor = model[0].get_parameter("weight").kflr[0]
+    assert_close(factor, einsum("nti,ntj->ij", rows, rows) / 3)

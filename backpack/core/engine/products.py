@@ -507,16 +507,19 @@ class Products:
             return [reduce(add, [gram(x, count, size) for x in rows])] if rows else []
         if self._without_factors is not None:
             return []
-        (first, *others), num_n = self.uses, self._averaged
+        uses = self.uses
+        if approximation and len(uses) > 1:  # means over no positions are no numbers
+            uses = [use for use in uses if num_positions(use)] or uses
+        (first, *others), num_n = uses, self._averaged
         if approximation == "reduce" and first.has_kronecker_factors:
             is_several = bool(others) or first.factor.mat.shape[1] > num_n
             if is_several or first.there_in(num_n) is not None:
-                return factor_of_means(self.uses, num_n, joint, size)
-        each = [self._factors_of_input(use, approximation, joint) for use in self.uses]
+                return factor_of_means(uses, num_n, joint, size)
+        each = [self._factors_of_input(use, approximation, joint) for use in uses]
         if not others:
             return each[0]
         if approximation == "expand":
-            counts = list(map(num_positions, self.uses))
+            counts = list(map(num_positions, uses))
             parts = [count / sum(counts) for count in counts]
             each = [[f * part for f in one] for one, part in zip(each, parts, strict=True)]
         return [reduce(add, factors) for factors in zip(*each, strict=True)]
