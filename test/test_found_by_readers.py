@@ -3472,6 +3472,34 @@ def test_tables_of_constants_that_functions_move(name: str, converter: Any) -> N
         for own, grad in zip(params, grads, strict=True):
             if grad is not None:
                 assert_close(model.get_parameter(own).grad_batch[n], grad)
+class ShiftedTargets(nn.Module):
+    """A decoder of sequences ``[S, N, 2]`` and tokens ``[T, N]`` behind one that starts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.GRU(2, 3), nn.GRU(3, 3)
+        self.table, self.head = nn.Embedding(5, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """[S, N, 2] and [T, N] -> [N, T, 2]."""
+        y = torch.cat([y.new_zeros(1, y.shape[1]), y[:-1]])
+        return self.head(self.decoder(self.table(y), self.encoder(x)[1])[0]).transpose(0, 1)
+
+
+@pytest.mark.parametrize("samples", [2, 3])
+@pytest.mark.parametrize("converter", [True, "record"])
+def test_shifted_targets_that_come_first_are_no_table(converter: Any, samples: int) -> None:
+    """The tokens could not be followed: their factor was as many times too large as samples."""
+    X, y = torch.randn(samples, samples, 2), torch.randint(5, (3, samples))
+    model = extend(ShiftedTargets(), use_converter=converter)
+    with backpack(extensions.KFLR()):
+        z = model(X, y)
+        extend(nn.MSELoss())(z, torch.zeros_like(z)).backward()
+    tokens = torch.cat([torch.zeros(1, samples).long(), y[:-1]])
+    counts = tokens.flatten().bincount(minlength=5).to(X.dtype)
+    assert_close(model.get_parameter("table.weight").kflr[0], (counts / samples).diag())
+
+
 @pytest.mark.parametrize("approximation", ["expand", "reduce"])
 def test_a_use_without_positions_leaves_the_others(approximation: Any) -> None:
     """Such as of the tokens before the first one: the input factor was not a number."""

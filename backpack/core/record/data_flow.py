@@ -403,8 +403,13 @@ def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
             f"a tensor of shape {list(outputs[0].shape) if outputs else []}, in which the samples "
             f"of the batch could not be followed through {call!r}: {error}"
         )
-        layouts = [unbatched(message) for _ in outputs]
-        for y in outputs:  # of masks and lengths, one of several samples is rare
+        layouts = []
+        for y in outputs:
+            of_none = unbatched(message)
+            # what reads the rows that were looked up at such indices may know better
+            of_none.assumed = not has_numbers(y)
+            layouts.append(of_none)
+            # of masks and lengths, one of several samples is rare
             if any(map(has_numbers, (y, *tensors))):
                 note_mixed(y, f"a function of the data ({describe(module)})")
     differ = any(x is not None and x.samples > 1 and not x.is_constant for x in known)
