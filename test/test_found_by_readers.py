@@ -3472,6 +3472,8 @@ def test_tables_of_constants_that_functions_move(name: str, converter: Any) -> N
         for own, grad in zip(params, grads, strict=True):
             if grad is not None:
                 assert_close(model.get_parameter(own).grad_batch[n], grad)
+
+
 class ShiftedTargets(nn.Module):
     """A decoder of sequences ``[S, N, 2]`` and tokens ``[T, N]`` behind one that starts them."""
 
