@@ -1443,6 +1443,65 @@ def test_kronecker_factors_of_what_decoders_start_from(
             torch.testing.assert_close(getattr(p, field), known)
 
 
+def behind_attention(m: Any, x: Tensor, of_all: Tensor) -> Tensor:
+    return m.attention(of_all, m.first(x), m.first(x))[0].mean(0)
+
+
+OF_ALL: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "queries": lambda m, x: behind_attention(m, x, m.layer(m.q[:, None].expand(-1, x.shape[1], 4))),
+    "repeated": lambda m, x: behind_attention(
+        m, x, m.layer(m.q[:, None].repeat(1, x.shape[1], 1).tanh()).tanh()
+    ),
+    "ones": lambda m, x: behind_attention(m, x, m.layer(x.new_ones(2, x.shape[1], 4))),
+    "state": lambda m, x: m.gru(m.first(x), m.layer(x.new_ones(1, x.shape[1], 4)))[0].mean(0),
+    "before": lambda m, x: (
+        m.layer(m.q[:, None].expand(-1, x.shape[1], 4)) * m.gru(m.first(x))[0].mean(0)
+    ).mean(0),
+    "after": lambda m, x: (
+        m.gru(m.first(x))[0].mean(0) * m.layer(m.q[:, None].expand(-1, x.shape[1], 4))
+    ).mean(0),
+}
+
+
+class OfAll(nn.Module):
+    """Sequences ``[S, N, 2]`` that meet what is the same for all samples."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.q = name, nn.Parameter(torch.randn(2, 4))
+        self.first, self.layer, self.head = nn.Linear(2, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.attention, self.gru = nn.MultiheadAttention(4, 2), nn.GRU(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(OF_ALL[self.name](self, x))
+
+
+@pytest.mark.parametrize("converter", ["record", True])
+@pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (5, 4), (3, 3), (3, 1)], ids=str)
+@pytest.mark.parametrize("name", OF_ALL)
+def test_kronecker_factors_beside_sequences_first(
+    name: str, sizes: tuple[int, int], converter: Any
+) -> None:
+    """The number of samples was taken for S, and nobody looked again when a layer knew better."""
+    plain, lossfunc = OfAll(name).double(), nn.MSELoss()
+    X, y = torch.rand(*sizes, 2).double(), torch.rand(sizes[1], 2).double()
+    read: list[Tensor] = []
+    hook = plain.layer.register_forward_hook(lambda _, args, __: read.append(args[0].detach()))
+    plain(X)
+    hook.remove()
+    model = extend(copy.deepcopy(plain), use_converter=converter)
+    with backpack(extensions.KFLR(), extensions.BatchGrad()):
+        extend(lossfunc)(model(X), y).backward()
+    rows = read[0].reshape(-1, 4)
+    torch.testing.assert_close(model.layer.weight.kflr[1], rows.T @ rows / sizes[1])
+    for n in range(sizes[1]):
+        loss = lossfunc(plain(X[:, n : n + 1]), y[n : n + 1]) / sizes[1]
+        grads = torch.autograd.grad(loss, [*plain.parameters()], allow_unused=True)
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            if grad is not None:
+                torch.testing.assert_close(p.grad_batch[n], grad)
+
+
 PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda table: table.square().sum(),
     "loss": lambda table: nn.functional.mse_loss(table, torch.zeros_like(table)),

@@ -29,7 +29,7 @@ from backpack.core.record.data_flow import (
     of_tables,
     tensors_in,
 )
-from backpack.core.record.data_notes import before_repeated, memory_of, running
+from backpack.core.record.data_notes import before_repeated, memory_of, number_of_samples
 from backpack.core.record.generators import evaluated_alike
 from backpack.core.record.kinds import CASTS, ENTRIES
 from backpack.core.record.layout import Layout, unbatched
@@ -272,7 +272,7 @@ class FunctionDerivatives(AutomaticDerivatives):
 
         At random values, too, the entries of all of them are the same then.
         """
-        samples, shape = running()[-1].samples if running() else 0, call.shape_out[i]
+        samples, shape = number_of_samples(), call.shape_out[i]
         axes = shape[:-1] or shape  # the last one of several is that of features
         may_repeat = samples > 1 and any(size and size % samples == 0 for size in axes)
         if not (may_repeat and moves_entries(call.module)):

@@ -153,22 +153,27 @@ class SampleAxes(Interface):
         module, leading = call.module, self.batch_axis is BatchAxis.LEADING
         self._check_partners(call)
         self._merge_one_sample(call)
-        for i, layout in enumerate(call.layouts_in):
-            own = 0 if leading else self.batch_axis_in(module, i)
-            if layout is None and call.computed[i] and own:
-                raise ValueError(
-                    f"{call!r} reads a tensor that a function has computed. Make the function a "
-                    "module, or use extend(model, use_converter=True)."
-                )
-            shape = call.shape_in[i]
-            if layout is None or shape is None or not layout.is_batched:
+        # data first: where a module corrects it, constants get rows of as many samples
+        for of_constants in (False, True) if leading else (False, True, None, True):
+            if of_constants is None:
+                self._correct_tables(call)
                 continue
-            if leading:
-                self._check_leading(call, layout, shape)
-            else:
-                self._check_fixed(call, i, layout, shape)
-        if not leading:
-            self._correct_tables(call)
+            for i, layout in enumerate(call.layouts_in):
+                own = 0 if leading else self.batch_axis_in(module, i)
+                if layout is None and call.computed[i] and own:
+                    raise ValueError(
+                        f"{call!r} reads a tensor that a function has computed. Make the function "
+                        "a module, or use extend(model, use_converter=True)."
+                    )
+                shape = call.shape_in[i]
+                if layout is None or shape is None or not layout.is_batched:
+                    continue
+                if layout.is_constant != of_constants:
+                    continue
+                if leading:
+                    self._check_leading(call, layout, shape)
+                else:
+                    self._check_fixed(call, i, layout, shape)
         # a number is a loss, unless it is made of numbers that have no samples (parameters)
         tensors = zip(call.layouts_in, call.shape_in, strict=True)
         batched = [bool(shape) or one.is_batched for one, shape in tensors if one is not None]

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from backpack.context import disable
+from backpack.core.record import calls
 from backpack.core.record.alive import all_live_calls
 from backpack.core.record.calls import Call, positional
 from backpack.core.record.compiler import is_traced
@@ -86,6 +87,7 @@ def note_inputs(
     if is_traced() or not (torch.is_grad_enabled() and disable.should_store_io()):
         return
     inputs, is_child = begin_call(module)
+    inputs.first = calls.newest
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     with_axes = [x for x in tensors if not x.is_nested and x.dim()]
     count = numbered = 0
@@ -291,22 +293,16 @@ def clear_inputs(module: Module, output: Any) -> None:
                 call.misplaced = mark.lost
 
 
-def _layouts_of(inputs: Inputs) -> list[Layout]:
-    """List where the samples are in what a model that runs was called with."""
-    layouts = [layout for _, layout, _ in inputs.notes.values()] + inputs.known
-    return layouts + [mark.layout for mark in inputs.marks if mark.layout is not None]
-
-
 def is_all_data(layout: Layout) -> bool:
     """Whether nothing that the model at hand was called with has samples if this has none."""
-    known = _layouts_of(running()[-1]) if running() else ()
+    known = running()[-1].layouts() if running() else ()
     batched = [one for one in known if one.is_batched and not one.is_constant]
     return bool(batched) and all(one.root in layout.ancestors for one in batched)
 
 
 def is_of_inputs(layout: Layout) -> bool:
     """Whether this says where the samples are in what a model that runs was called with."""
-    return any(one.root is layout.root for i in running() for one in _layouts_of(i))
+    return any(one.root is layout.root for i in running() for one in i.layouts())
 
 
 def assumption_behind(layouts: Iterable[Layout]) -> str:
@@ -314,7 +310,7 @@ def assumption_behind(layouts: Iterable[Layout]) -> str:
     layouts = [*layouts]
     known: set[Layout] = set().union(*(layout.ancestors for layout in layouts))
     for inputs in running():
-        given = [one for one in _layouts_of(inputs) if known & one.ancestors]
+        given = [one for one in inputs.layouts() if known & one.ancestors]
         if given and inputs.others:
             return f" {inputs.choice}. If that is wrong: {NO_SAMPLES}"
         if any(one.dims == SEQUENCE for one in given):
@@ -328,7 +324,7 @@ def assumption_behind(layouts: Iterable[Layout]) -> str:
                     "which is no argument of the model. Let it be one."
                 )
             break
-    roots = {one.root for inputs in running() for one in _layouts_of(inputs)}
+    roots = {one.root for inputs in running() for one in inputs.layouts()}
     is_other = any(one.assumed and roots.isdisjoint(one.ancestors) for one in layouts)
     return OTHER_DATA if roots and is_other else ""
 

@@ -42,10 +42,17 @@ class Inputs:
     marks: list[Origin] = field(default_factory=list)
     known: list[Layout] = field(default_factory=list)  # of inputs that others say it of
     samples: int = 0  # their number
+    counted: int = 0  # their number, once a module has known better
+    first: int = 0  # number of the last call of a module before this one
     others: set[int] = field(default_factory=set)  # what else may be that: sizes of first axes
     doubtful: set[int] = field(default_factory=set)  # those that an output of the samples tells
     choice: str = ""  # what was taken for the samples, in words
     rows: set[int] = field(default_factory=set)  # ids of parameters with a row for each sample
+
+    def layouts(self) -> list[Layout]:
+        """List where the samples are in what it was given."""
+        layouts = [layout for _, layout, _ in self.notes.values()] + self.known
+        return layouts + [mark.layout for mark in self.marks if mark.layout is not None]
 
     def note(self, tensor: Tensor, layout: Layout, mark: Origin | None = None) -> None:
         """Remember where the samples are, until the call ends, at the mark of a tensor with one."""
@@ -110,13 +117,31 @@ def running() -> list[Inputs]:
     return _calls.running
 
 
+def number_of_samples() -> int:
+    """Return how many samples the model that runs was called with, as far as that is known."""
+    inputs = _calls.running[-1] if _calls.running else None
+    return 0 if inputs is None else inputs.counted or inputs.samples
+
+
+def has_other_number() -> bool:
+    """Whether a module knows of another number of samples now: where they are was corrected."""
+    inputs = _calls.running[-1] if _calls.running else None
+    for one in () if inputs is None else inputs.layouts():
+        if one.is_batched and not (one.assumed or one.is_constant):
+            assert inputs is not None
+            differs = one.samples != (inputs.counted or inputs.samples)
+            inputs.counted = one.samples
+            return differs
+    return False
+
+
 def rows_of_constant(x: Tensor) -> Layout | None:
     """Give a constant, such as the first tokens torch.zeros(N), a row for each of the samples.
 
     They are along the first axis that has as many entries, ``[T, N]`` for sequences, or merged with
     others. That is taken back where they turn out to be along another axis, or nowhere in it.
     """
-    samples, shape = _calls.running[-1].samples if _calls.running else 0, x.shape
+    samples, shape = number_of_samples(), x.shape
     axes = shape[:-1] if len(shape) > 1 and has_numbers(x) else shape  # others are features
     if samples > 1:
         before: int | None = None

@@ -236,6 +236,13 @@ class Layout:
                 waiting += [source.root for source in layout._sources]
         return found
 
+    def follow(self, other: Layout) -> None:
+        """Say of a constant what another one says, and be corrected together."""
+        self.before, self.samples, self.owners = other.facts
+        self.assumed, self.is_constant = other.assumed, other.is_constant
+        self._sources, self._group = other._sources, []
+        self.unify(other)
+
     def take_back(self, shape: Sequence[int], axes: Iterable[int]) -> None:
         """Let a constant have its samples along one of some axes of this shape, or else none."""
         fitting = [axis for axis in axes if shape[axis] == self.samples]

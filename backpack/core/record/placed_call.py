@@ -17,6 +17,7 @@ from backpack.core.record.data_notes import (
     UNFILLED,
     has_numbers,
     has_other_rows,
+    note,
     noted,
     rows_of_constant,
 )
@@ -313,6 +314,31 @@ class PlacedCall(ModuleState):
         rule = self.derivatives
         if self.misplaced is None and rule is not None and not rule.fits_layouts(self):
             self.misplaced = self._says_corrected()
+
+    def find_rows(self) -> None:
+        """Look for rows of samples in constants again, now that there are more or fewer."""
+        is_known = self.is_transparent or self.misplaced is not None or self.derivatives is None
+        if is_known or any(map(_has_samples, self.layouts_out)):
+            return
+        layouts = [*self.layouts_in]
+        for i, (x, mark) in enumerate(zip(self.inputs, self.origins_in, strict=True)):
+            known = noted(x) if mark is None and layouts[i] is not None else None
+            if known is not None and known.is_constant:
+                of_none = unbatched()
+                of_none.is_constant = True
+                note(x, of_none)
+                layouts[i] = rows_of_constant(x)
+        self.set_layouts_in(layouts)
+        try:
+            found = self.derivatives.layouts(self)
+        except ValueError as error:
+            self.misplaced = str(error)
+            return
+        for known, new in zip(self.layouts_out, found, strict=True):
+            if known is not None and new is not None and known is not new:
+                known.follow(new)
+        self.relied_on = tuple(map(_facts, self.layouts_in))
+        self.find_places()
 
     def _take_back_moved(self) -> None:
         """Let constants be those of a table if samples have read them along another axis."""
