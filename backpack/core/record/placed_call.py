@@ -317,10 +317,12 @@ class PlacedCall(ModuleState):
 
     def find_rows(self) -> None:
         """Look for rows of samples in constants again, now that there are more or fewer."""
-        is_known = self.is_transparent or self.misplaced is not None or self.derivatives is None
-        if is_known or any(map(_has_samples, self.layouts_out)):
+        if self.is_transparent or self.misplaced is not None or self.derivatives is None:
             return
         layouts = [*self.layouts_in]
+        for x, one in zip(self.inputs, layouts, strict=True):
+            if _has_samples(one) or (isinstance(x, Tensor) and (one is None or one.is_of_all)):
+                return  # no constants alone: data, or totals
         for i, (x, mark) in enumerate(zip(self.inputs, self.origins_in, strict=True)):
             known = noted(x) if mark is None and layouts[i] is not None else None
             if known is not None and known.is_constant:
