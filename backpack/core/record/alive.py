@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from backpack.core.record import calls
 from backpack.core.record.calls import Call
-from backpack.core.record.data_notes import has_other_number, running
+from backpack.core.record.data_notes import recounted, running
 from backpack.core.record.layout import Layout
 from backpack.core.record.module_state import works_in_place
 from backpack.core.record.origins import origin
@@ -75,7 +75,7 @@ def _find_places() -> None:
     corrections += 1
     for call in all_live_calls():
         call.note_correction()
-    if has_other_number():
+    if recounted():
         first = running()[-1].first
         for call in all_live_calls():
             if call.index > first:

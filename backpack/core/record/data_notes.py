@@ -123,15 +123,14 @@ def number_of_samples() -> int:
     return 0 if inputs is None else inputs.counted or inputs.samples
 
 
-def has_other_number() -> bool:
-    """Whether a module knows of another number of samples now: where they are was corrected."""
-    inputs = _calls.running[-1] if _calls.running else None
-    for one in () if inputs is None else inputs.layouts():
-        if one.is_batched and not (one.assumed or one.is_constant):
-            assert inputs is not None
-            differs = one.samples != (inputs.counted or inputs.samples)
-            inputs.counted = one.samples
-            return differs
+def recounted() -> bool:
+    """Note how many samples a correction tells of; return whether that is another number."""
+    if _calls.running:
+        inputs = _calls.running[-1]
+        for one in inputs.layouts():
+            if one.is_batched and not (one.assumed or one.is_constant):
+                known, inputs.counted = number_of_samples(), one.samples
+                return known != one.samples
     return False
 
 
