@@ -504,6 +504,25 @@ def test_save_memory(probe: Probe) -> None:
             close(small, fast)
 
 
+@pytest.mark.parametrize("probe", CONVOLUTIONS, ids=lambda p: p.name)
+def test_slices_of_one_convolution(probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples that one convolution multiplies have the products that they have alone."""
+    call = start(probe)
+    s = random_mat(call.out)
+    alone = torch.cat(
+        [call.weight_jac_t_mat_prod(s[:, n : n + 1], False, [n]) for n in range(s.shape[1])], 1
+    )
+    monkeypatch.setattr(convnd, "patches_are_cheaper", lambda *_: False)
+    monkeypatch.setattr(convnd, "FEW_ENTRIES", 1)
+    entries = max(len(s) * call.params["weight"].numel(), call.xs[0][0].numel(), s[:, 0].numel())
+    for samples in (1, 2, s.shape[1]):  # of a slice
+        monkeypatch.setattr(reductions, "SLICE_ENTRIES", samples * entries)
+        with torch.no_grad():
+            found = call.reduced("weight", s, {"individual", "square"}, None, None, generic=False)
+        close(found["individual"], alone)
+        close(found["square"], alone.square().sum((0, 1)))
+
+
 def test_save_memory_entered_twice() -> None:
     context = weight_jac_t_save_memory()
     with context:

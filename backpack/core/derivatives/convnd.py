@@ -22,6 +22,9 @@ from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 
+# Entries of a sample from which on more of them in one convolution are no faster.
+FEW_ENTRIES = 2**18
+
 _SAVE_MEMORY: ContextVar[bool] = ContextVar("backpack_save_memory", default=False)
 
 
@@ -324,12 +327,14 @@ class ConvNDDerivatives(ConvolutionDerivatives):
 
             def multiply(columns: slice, out: Tensor | None) -> Tensor:
                 part = flat[columns, samples].unflatten(3, out_shape)
-                return correlate(padded, part, moves, padding, True).unsqueeze(1)
+                return correlate(padded, part, moves, padding, False)
 
             return multiply
 
         product_entries, patch_entries = num_v * p.numel(), groups * features * positions
-        product, entries = by_convolution, inf
+        # a convolution of several samples at once is faster while its tensors stay in the cache
+        product, tensors = by_convolution, (x.shape[1:].numel(), num_v * num_o * positions)
+        entries = max(FEW_ENTRIES, product_entries, *tensors)
         if not flat.is_cpu or patches_are_cheaper(moves, patch_entries, product_entries):
             product, entries = by_patches, max(product_entries, patch_entries)
         shape = (num_v, num_n, *p.shape)
