@@ -39,6 +39,9 @@ from test_several_processes import (
     sums_of_one_process,
 )
 from torch import Tensor, distributed, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -353,6 +356,20 @@ def _other_models(rank: int, count: int) -> None:
 @pytest.mark.slow
 def test_other_models(tmp_path: Path) -> None:
     in_processes(_other_models, tmp_path)
+
+
+def _wrapped_after_extend(rank: int, count: int) -> None:
+    def fully(model: nn.Module) -> Any:
+        apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, nn.Linear))
+        return shard(model)
+
+    for exts in (first_order, second_order):
+        compare(plain_net, batch, exts, fully, False, rank)
+
+
+def test_extended_layers_in_wrappers_that_are_sharded(tmp_path: Path) -> None:
+    """The wrappers of checkpoints are not extended themselves."""
+    in_processes(_wrapped_after_extend, tmp_path, within=60)
 
 
 # ------------------------------------------------------------------ options and ways to use it

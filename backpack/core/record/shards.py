@@ -193,8 +193,9 @@ def note(module: Module) -> bool:
         return True
     kind = getattr(sys.modules.get(FSDP), "FSDPModule", ())
     roots = [root for root in CTX.extended() if isinstance(root, kind)]
-    for root in roots:
-        for group in _groups(root):
+    inside = dict.fromkeys(part for root in roots for part in root.modules())
+    for part in inside:  # extended or not, as the wrappers of checkpoints that came later
+        for group in _groups(part) if isinstance(part, kind) else ():
             for of in group.fsdp_params:
                 whole = getattr(of, "_unsharded_param", None)
                 if whole is not None and not hasattr(whole, MARK):
@@ -203,7 +204,7 @@ def note(module: Module) -> bool:
                     KNOWN[whole.untyped_storage()._cdata] = shard
     if all(hasattr(p, MARK) for p in own):
         return True
-    return any(owner is child for root in roots for child in root.modules())  # ignored_params
+    return owner in inside  # ignored_params
 
 
 def _groups(root: Any) -> list[Any]:
