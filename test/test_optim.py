@@ -706,7 +706,11 @@ def test_sparse_gradients_are_an_error() -> None:
         (DiagGGN, {"damping": 0}, "damping has to be larger than 0"),
         (DiagGGN, {"weight_decay": -1}, "weight_decay has to be"),
         (DiagGGN, {"betas": (1, 0.5)}, "betas have to be"),
+        (DiagGGN, {"betas": (0.9,)}, r"betas are two numbers, got \(0.9,\)"),
+        (SOAP, {"betas": (0.9, 0.9, 0.9)}, "betas are two numbers"),
         (DiagGGN, {"curvature_every": 0}, "curvature_every has to be"),
+        (KFAC, {"curvature_every": 1.5}, "curvature_every is a whole number of steps, got 1.5"),
+        (SOAP, {"bases_every": 2.5}, "bases_every is a whole number"),
         (DiagGGN, {"kl_clip": 0}, "kl_clip has to be"),
         (DiagGGN, {"adapt_damping_every": 0}, "adapt_damping_every has to be"),
         (DiagGGN, {"extension": extensions.KFAC()}, "an instance of DiagGGNExact or DiagGGNMC"),
@@ -714,7 +718,9 @@ def test_sparse_gradients_are_an_error() -> None:
         (KFAC, {"inverse_every": 0}, "inverse_every has to be"),
         (KFAC, {"extension": extensions.DiagGGNMC()}, "an instance of KFAC, KFLR, KFRA"),
         (DPSGD, {**PRIVATE, "max_grad_norm": 0}, "max_grad_norm and expected"),
+        (DPSGD, {**PRIVATE, "max_grad_norm": inf}, "max_grad_norm has to be finite"),
         (DPSGD, {**PRIVATE, "noise_multiplier": -1}, "noise_multiplier at least 0"),
+        (DPSGD, {**PRIVATE, "noise_multiplier": inf}, "noise_multiplier has to be finite"),
         (DPSGD, {**PRIVATE, "expected_batch_size": 0}, "expected_batch_size have to be"),
         (DPSGD, {**PRIVATE, "loss_reduction": "none"}, "'mean' or 'sum'"),
         (DPSGD, {**PRIVATE, "momentum": -1}, "momentum has to be"),
@@ -1318,11 +1324,11 @@ def test_a_step_without_samples_does_not_tell_that_it_is_one() -> None:
         assert (p != old).all()
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), inf])
 def test_a_bound_that_is_none_is_not_set(value: float) -> None:
-    """With ``stability``, steps were zero, or went up."""
+    """With ``stability``, steps were zero, or went up; of an infinite one, they were NaN."""
     optimiser = DPSGD(network().parameters(), **PRIVATE, stability=0.1)
-    with pytest.raises(ValueError, match="max_grad_norm has to be larger than 0, got"):
+    with pytest.raises(ValueError, match=r"max_grad_norm has to be (larger than 0|finite), got"):
         optimiser.max_grad_norm = value
     assert optimiser.max_grad_norm == PRIVATE["max_grad_norm"]
 

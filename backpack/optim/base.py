@@ -49,6 +49,9 @@ def check_options(
     for name, least in more_than.items():
         if not group[name] > least:
             raise ValueError(f"{name} has to be larger than {least}, got {group[name]}.")
+    for name in at_least:
+        if name.endswith("_every") and group[name] % 1:
+            raise ValueError(f"{name} is a whole number of steps, got {group[name]}.")
 
 
 def check_betas(group: Group) -> None:
@@ -57,6 +60,8 @@ def check_betas(group: Group) -> None:
     Raises:
         ValueError: If one is.
     """
+    if len(group["betas"]) != 2:
+        raise ValueError(f"betas are two numbers, got {group['betas']}.")
     if not all(0 <= beta < 1 for beta in group["betas"]):
         raise ValueError(f"betas have to be at least 0 and less than 1, got {group['betas']}.")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from math import exp
+from math import exp, inf
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -202,6 +202,10 @@ class DPOptimizer(ExtensionOptimizer):
                 "max_grad_norm and expected_batch_size have to be larger than 0, noise_multiplier "
                 f"at least 0, got {max_grad_norm}, {expected_batch_size} and {noise_multiplier}."
             )
+        _check_finite(max_grad_norm, "max_grad_norm")
+        _check_finite(noise_multiplier, "noise_multiplier")
+        if not isinstance(adaptive, AdaptiveClipping | None):
+            raise TypeError(f"adaptive is such as AdaptiveClipping(), or None, got {adaptive!r}.")
         if adaptive is not None:
             adaptive.noise_of_gradients(noise_multiplier)
         if adaptive is not None and (per != "model" or stability is not None):
@@ -245,6 +249,7 @@ class DPOptimizer(ExtensionOptimizer):
     def max_grad_norm(self, value: float) -> None:
         if not value > 0:
             raise ValueError(f"max_grad_norm has to be larger than 0, got {value}.")
+        _check_finite(value, "max_grad_norm")
         self.extension.max_norm = value  # type: ignore[attr-defined]
 
     def _members(self, found: list[Parameter]) -> list[list[Parameter]]:
@@ -507,6 +512,20 @@ class DPOptimizer(ExtensionOptimizer):
         self.optimizer.load_state_dict(state)  # which may keep another precision
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         self.max_grad_norm = state.get("max_grad_norm", self.max_grad_norm)
+
+
+def _check_finite(value: float, name: str) -> None:
+    """Refuse infinite noise, and an infinite bound, whose noise is NaN even without any.
+
+    Raises:
+        ValueError: If it is infinite.
+    """
+    if value == inf:
+        raise ValueError(
+            f"{name} has to be finite, got {value}: the noise has a standard deviation of "
+            "noise_multiplier times max_grad_norm. To clip nothing, give a bound that no gradient "
+            "reaches."
+        )
 
 
 class DPSGD(DPOptimizer):
