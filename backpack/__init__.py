@@ -136,6 +136,7 @@ class backpack(ShowsOptions):
     Raises:
         ValueError: If an argument is not an instance of an extension, two that differ have the
             same savefield, or ``process_group`` is none of these.
+        TypeError: If ``extension_hook`` cannot be called.
         NotImplementedError: If an extension has several ``needs``, but no ``extract``.
     """
 
@@ -159,6 +160,10 @@ class backpack(ShowsOptions):
             raise ValueError(f"backpack expects instances of extensions, got {_instead(ext)}")
         checks.check_extensions(exts)
         check_group(process_group)
+        if extension_hook is not None and not callable(extension_hook):
+            raise TypeError(
+                f"extension_hook is a function that is called with modules, got {extension_hook!r}."
+            )
         self.exts = exts
         self.debug = debug
         self.extension_hook = extension_hook

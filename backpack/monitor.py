@@ -148,7 +148,8 @@ class Monitor:
 
     Raises:
         ValueError: If a reduction is unknown, two metrics have the same name, nothing is trainable,
-            ``every`` is not positive, or the process that writes has no writer.
+            ``every`` is no positive whole number, or the process that writes has no writer.
+        TypeError: If the writer, or a metric, is something else.
         NotImplementedError: If there are several processes, and it is not known which.
 
     Attributes:
@@ -170,12 +171,16 @@ class Monitor:
         self._model, self._parameters = model, _trainable(model)
         if not self._parameters:
             raise ValueError(f"{type(model).__name__} has no parameter with requires_grad=True.")
-        if every < 1:
-            raise ValueError(f"every is 1 (write in each step) or more, but not {every}.")
+        if every < 1 or every % 1:
+            raise ValueError(
+                f"every is a whole number, 1 (write in each step) or more, but not {every}."
+            )
         self._metrics: dict[str, Metric | Reduced] = {}
         if isinstance(metrics, str) or not isinstance(metrics, Iterable):
             metrics = [metrics]
         for metric in metrics:
+            if not (isinstance(metric, str) or callable(metric)):
+                raise TypeError(f"A metric is a name, or a function of parameters, got {metric!r}.")
             tag = metric if isinstance(metric, str) else getattr(metric, "__name__", repr(metric))
             if tag in self._metrics:
                 raise ValueError(f"There are two metrics with the name {tag}.")
@@ -183,6 +188,11 @@ class Monitor:
         self._writes = self._group is None or self._group.is_first
         if writer is None and self._writes:
             raise ValueError("This process writes the metrics, but its writer is None.")
+        if writer is not None and not hasattr(writer, "add_scalar"):
+            raise TypeError(
+                "The writer has add_scalar(), add_histogram() and close(), such as CSVWriter(path) "
+                f"or a SummaryWriter of TensorBoard, got {writer!r}."
+            )
         self._writer = writer
         self._every = every
         self._seen: dict[str, ref[Any]] = {}  # attributes of a parameter in the step before

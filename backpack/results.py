@@ -134,7 +134,15 @@ def results_of(parameter: Tensor) -> Results:
 
     Returns:
         An object with the savefields as attributes.
+
+    Raises:
+        TypeError: If it is no parameter.
     """
+    if not isinstance(parameter, Tensor):
+        raise TypeError(
+            f"results_of expects a parameter, got {type(parameter).__name__}. Those of a model are "
+            "backpack.quantities(model)."
+        )
     return Results(parameter)
 
 

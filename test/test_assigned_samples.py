@@ -326,6 +326,8 @@ def test_numbers_that_do_not_fit(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         assign_samples(tensor, numbers, samples)
+    with pytest.raises(TypeError, match="a tensor, got list"):
+        assign_samples(tensor.detach(), [0, 1])  # type: ignore[arg-type]
 
 
 def test_data_without_samples() -> None:

@@ -135,6 +135,11 @@ def test_something_else_instead_of_an_extension(thing: Any) -> None:
     assert_clean()
 
 
+def test_something_else_instead_of_a_hook() -> None:
+    with pytest.raises(TypeError, match="a function that is called with modules, got 3"):
+        backpack(extensions.BatchGrad(), extension_hook=3)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("thing", [nn.Linear, F.relu, torch.rand(1), None])
 def test_extend_something_else(thing: Any) -> None:
     with pytest.raises(TypeError, match="Module"):

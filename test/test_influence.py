@@ -1269,6 +1269,10 @@ def test_wrong_arguments() -> None:
         Influence(model, loss, data, query_rank=0)
     with pytest.raises(ValueError, match="positive"):
         ProjectedInfluence(model, loss, data, damping=0.0)
+    with pytest.raises(TypeError, match=r"such as ProjectedGrad\(256\), got 8"):
+        ProjectedInfluence(model, loss, data, projection=8)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"got tuple: call top\(k, queries\)"):
+        Influence(model, loss, data).top((X, y), 3)  # type: ignore[arg-type]
     model.append(nn.Dropout(0.5))  # type: ignore[operator]
     with pytest.raises(ValueError, match=r"model\.eval"):
         Influence(model, loss, data)

@@ -1504,6 +1504,8 @@ def test_wrong_arguments() -> None:
     laplace = Laplace(model, loss, data)
     with pytest.raises(ValueError, match="monte carlo"):
         laplace.predict(X, "exact")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="num_samples has to be at least 1, got 0"):
+        laplace.predict(X, "monte carlo", num_samples=0)
     with pytest.raises(ValueError, match="positive, got -1"):
         laplace.log_marginal_likelihood(-1.0)
     huber = Laplace(model, nn.SmoothL1Loss(), batches(X, torch.randn(N, 3)))

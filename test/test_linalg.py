@@ -1933,6 +1933,8 @@ def test_wrong_structure() -> None:
         build(KroneckerGGN, PROBLEMS["mlp"](), method="kfac")
     with pytest.raises(ValueError, match=r"square.*\[\[\[2, 3\]\]\]"):
         KroneckerOperator([[torch.ones(2, 3)]])
+    with pytest.raises(ValueError, match=r"shape \[3, 3\].*KroneckerOperator\(\[\[matrix\]\]\)"):
+        KroneckerOperator([torch.eye(3)])
     with pytest.raises(ValueError, match=r"eigenvalues \[P\].*got shape \[2, 2\]"):
         DiagonalOperator(torch.ones(2, 2))
     with pytest.raises(ValueError, match=r"got shape \[3\], and blocks with \[2\] rows"):

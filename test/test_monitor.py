@@ -221,6 +221,12 @@ def test_errors_say_what_to_do(model: Any, tmp_path: Path) -> None:
         Monitor(model, ["grad", "grad"], writer)
     with pytest.raises(ValueError, match=r"1 .* or more, but not 0"):
         Monitor(model, ["grad.norm"], writer, every=0)
+    with pytest.raises(ValueError, match=r"a whole number, .* but not 1\.5"):
+        Monitor(model, ["grad.norm"], writer, every=1.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"CSVWriter\(path\) .*got 'log.csv'"):
+        Monitor(model, ["grad.norm"], "log.csv")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a function of parameters, got 3"):
+        Monitor(model, ["grad.norm", 3], writer)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="Tanh has no parameter"):
         Monitor(model[1], ["grad.norm"], writer)
 

@@ -1188,6 +1188,11 @@ def test_wrong_choices_of_clipping(options: dict[str, Any], message: str) -> Non
         DPSGD(network().parameters(), **{**PRIVATE, **options})
 
 
+def test_something_else_than_adaptive_clipping() -> None:
+    with pytest.raises(TypeError, match=r"such as AdaptiveClipping\(\), or None, got True"):
+        DPSGD(network().parameters(), **{**PRIVATE, "adaptive": True})
+
+
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("kind", [KFAC, DiagGGN, DPSGD])
 def test_a_gradient_scaler_is_refused(kind: Any, unscales: bool) -> None:

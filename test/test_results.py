@@ -116,6 +116,8 @@ def test_results_of_a_parameter() -> None:
     message = r"parameter of shape \[2, 3\] has no kfac: there are grad_batch, own\. Call backward"
     with pytest.raises(AttributeError, match=message):
         _ = results_of(weight).kfac
+    with pytest.raises(TypeError, match=r"got Linear\. .*backpack\.quantities\(model\)"):
+        results_of(nn.Linear(1, 1))  # type: ignore[arg-type]
     assert not hasattr(results_of(nn.Parameter(torch.zeros(1))), "kfac")
     assert copy.copy(results_of(weight)).grad_batch is weight.grad_batch
 

@@ -57,10 +57,15 @@ def ggn_vector_product_from_plist(
 
     Raises:
         ValueError: If ``v`` does not have the length and shapes of ``plist``.
+        RuntimeError: If the loss does not depend on the output.
     """
     plist = as_tuple(plist)
     j_v = R_op(output, plist, v)
-    # Here, autograd reports a loss that does not depend on this output, rather than return zeros.
-    grad_output = grad(loss, output, create_graph=True)
+    grad_output = grad(loss, output, create_graph=True, allow_unused=True)
+    if any(g is None for g in grad_output):  # zeros would be right, but are not what is meant
+        raise RuntimeError(
+            "The loss does not depend on the output. Give the very tensor that it was computed "
+            "from: another call of the model returns another one."
+        )
     h_j_v = hessian_vector_product(loss, output, j_v, grad_params=grad_output)
     return L_op(output, plist, h_j_v)

@@ -296,7 +296,10 @@ def _within(projection: ProjectedGrad, model: Module) -> ProjectedGrad:
 
     Raises:
         ValueError: If it is one.
+        TypeError: If it is no projection.
     """
+    if not isinstance(projection, ProjectedGrad):
+        raise TypeError(f"projection is such as ProjectedGrad(256), got {projection!r}.")
     if projection.get_subsampling() is not None:
         raise ValueError(
             f"{projection!r} looks at some samples of each batch alone, but all are numbered. "

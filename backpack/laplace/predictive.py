@@ -112,12 +112,14 @@ class Predictive(Posterior):
             diagonal of the covariance of :meth:`outputs`, that of targets larger by ``noise²``.
 
         Raises:
-            ValueError: If there is no such method, or the loss is another.
+            ValueError: If there is no such method, no sample, or the loss is another.
         """
         if method not in ("probit", "bridge", "monte carlo", "sampling"):
             raise ValueError(
                 f"method is 'probit', 'bridge', 'monte carlo' or 'sampling', got {method!r}."
             )
+        if num_samples < 1:
+            raise ValueError(f"num_samples has to be at least 1, got {num_samples}.")
         link = self._link()
         if method in ("probit", "bridge"):
             return link(self._logits(*self.outputs(X), method))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property, reduce
 from math import prod
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -210,6 +211,13 @@ class KroneckerOperator(SpectralOperator):
     """
 
     def __init__(self, factors: Blocks, order: Tensor | None = None):
+        alone: Any = next((block for block in factors if isinstance(block, Tensor)), None)
+        if alone is not None:  # whose rows would be diagonals
+            raise ValueError(
+                "Expected a list of Kronecker factors for each block, got a tensor of shape "
+                f"{list(alone.shape)}. A block that is one matrix is [matrix], an operator of it "
+                "alone KroneckerOperator([[matrix]])."
+            )
         factors = [list(block) for block in factors]
         shapes = [[list(factor.shape) for factor in block] for block in factors]
         if not shapes or any(

@@ -173,7 +173,7 @@ class DPOptimizer(ExtensionOptimizer):
         Raises:
             ValueError: If an option is out of range.
             TypeError: If there is no optimiser, or one of this package, whose quantities of the
-                data would not be private.
+                data would not be private, or ``adaptive`` is something else.
         """
         if not isinstance(optimizer, Optimizer):
             raise TypeError(

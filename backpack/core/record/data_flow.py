@@ -171,6 +171,7 @@ def assign_samples(tensor: Tensor, numbers: Tensor | None, samples: int | None =
     Raises:
         ValueError: If the tensor requires a gradient, the numbers are no integers below N in one of
             these shapes, or the samples are in no order that can be followed.
+        TypeError: If the numbers are no tensor.
     """
     if tensor.requires_grad:
         raise ValueError("assign_samples is for data: detach() a tensor that requires a gradient.")
@@ -179,6 +180,11 @@ def assign_samples(tensor: Tensor, numbers: Tensor | None, samples: int | None =
         of_none.is_assigned = True
         note(tensor, of_none)
         return tensor
+    if not isinstance(numbers, Tensor):
+        raise TypeError(
+            f"assign_samples: the numbers are a tensor, got {type(numbers).__name__}: "
+            "torch.tensor(numbers)."
+        )
     is_integer = not (numbers.is_floating_point() or numbers.is_complex())
     if not is_integer or numbers.shape not in (tensor.shape, tensor.shape[:1]) or not tensor.dim():
         raise ValueError(
