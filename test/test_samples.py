@@ -10,6 +10,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import oracle
 import pytest
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from backpack import backpack, extend, extensions
+from backpack.core.derivatives import function_derivatives
 from backpack.core.engine.backpropagation import slice_bytes
 from backpack.core.record import alive, data_notes
 from backpack.core.record.data_notes import noted
@@ -1505,6 +1507,23 @@ def test_kronecker_factors_beside_sequences_first(
         for p, grad in zip(model.parameters(), grads, strict=True):
             if grad is not None:
                 torch.testing.assert_close(p.grad_batch[n], grad)
+
+
+def test_nothing_is_drawn_for_another_form_of_a_weight() -> None:
+    """As many numbers as it has entries were drawn in each step, to see whether rows repeat."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table(x).tanh() @ self.table.weight.T
+
+    model, X = extend(Tied(), use_converter="record"), torch.tensor([0, 3])
+    model(X)
+    with mock.patch.object(function_derivatives, "drawn", side_effect=AssertionError):
+        model(X)
 
 
 PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -277,21 +277,20 @@ class FunctionDerivatives(AutomaticDerivatives):
         may_repeat = samples > 1 and any(size and size % samples == 0 for size in axes)
         if not (may_repeat and moves_entries(call.module)):
             return None
-        generator, drawn_for = generator_at(call.inputs), dict[Any, Tensor]()
         leaves = [*call.inputs]
-        for k, x in enumerate(leaves):
-            if is_real(x):  # copies in a list are one tensor, or views of it
-                key = memory_of(x) or id(x), x.stride()
-                if key not in drawn_for:
-                    drawn_for[key] = drawn(x.shape, generator).to(x.device)
-                leaves[k] = drawn_for[key]
-        entries = sum(x.numel() for x in drawn_for.values())
-        if entries < shape.numel():
-            values = self._following(call, 0).evaluate(leaves)[i]
-            before = before_repeated(values, axes, samples)
-            if before is not None:
-                return Layout(before, samples, True, len(shape), is_constant=True)
-        return None
+        # copies in a list are one tensor, or views of it
+        keys = {k: (memory_of(x) or id(x), x.stride()) for k, x in enumerate(leaves) if is_real(x)}
+        different = {key: leaves[k] for k, key in keys.items()}
+        if sum(x.numel() for x in different.values()) >= shape.numel():
+            return None  # such as a weight that is transposed: nothing is drawn for it
+        generator = generator_at(call.inputs)
+        values = {key: drawn(x.shape, generator).to(x.device) for key, x in different.items()}
+        for k, key in keys.items():
+            leaves[k] = values[key]
+        before = before_repeated(self._following(call, 0).evaluate(leaves)[i], axes, samples)
+        if before is None:
+            return None
+        return Layout(before, samples, True, len(shape), is_constant=True)
 
     @staticmethod
     def _key(call: Call, facts: Sequence[Any]) -> Any:
