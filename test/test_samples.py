@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 from unittest import mock
 
@@ -1507,6 +1508,40 @@ def test_kronecker_factors_beside_sequences_first(
         for p, grad in zip(model.parameters(), grads, strict=True):
             if grad is not None:
                 torch.testing.assert_close(p.grad_batch[n], grad)
+
+
+class BesideOnes(nn.Module):
+    """Sequences ``[S, N, 2]``, or rows ``[N, 2]``, beside ones that a layer reads."""
+
+    def __init__(self, meanwhile: Callable[[], Any] = int) -> None:
+        super().__init__()
+        self.meanwhile = meanwhile
+        self.layer, self.gru, self.head = nn.Linear(3, 2), nn.GRU(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        of_all = self.layer(x.new_ones(x.shape[-2], 3))
+        self.meanwhile()
+        return self.head(of_all + (x if x.dim() == 2 else self.gru(x)[0].mean(0)))
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4])
+def test_kronecker_factors_of_a_model_that_another_thread_runs_meanwhile(samples: int) -> None:
+    """It got as many rows for each constant as the other has samples, once a layer told that."""
+    found: list[Tensor] = []
+    inner, X = extend(BesideOnes(), use_converter="record"), torch.rand(samples, 2)
+
+    def meanwhile() -> None:
+        thread = Thread(target=lambda: found.append(inner(X)))
+        thread.start()
+        thread.join()
+
+    outer = extend(BesideOnes(meanwhile), use_converter="record")
+    found.append(outer(torch.rand(3, 2, 2)))
+    for model, y in zip((inner, outer), found, strict=True):
+        with backpack(extensions.KFLR()):
+            extend(nn.MSELoss())(y, torch.zeros_like(y)).backward()
+        factor = model.layer.weight.kflr[1]
+        torch.testing.assert_close(factor, torch.ones_like(factor))
 
 
 def test_nothing_is_drawn_for_another_form_of_a_weight() -> None:

@@ -76,9 +76,9 @@ def _find_places() -> None:
     for call in all_live_calls():
         call.note_correction()
     if recounted():
-        first = running()[-1].first
+        model = running()[-1]
         for call in all_live_calls():
-            if call.index > first:
+            if call.index > model.number and call.model == model.whole:
                 call.find_rows()
 
 

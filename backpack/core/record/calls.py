@@ -24,7 +24,7 @@ from backpack.context import STATE, disable
 from backpack.core import fast
 from backpack.core.record import shards
 from backpack.core.record.averaging import Averaging
-from backpack.core.record.data_notes import layout_of
+from backpack.core.record.data_notes import CALLS, layout_of
 from backpack.core.record.layout import Layout
 from backpack.core.record.module_state import describe, placeholder
 from backpack.core.record.origins import WRAPPERS, flatten_outputs, origin, origin_at
@@ -63,6 +63,7 @@ class Call(PlacedCall):
     versions: tuple[int, ...]  # how often inputs and outputs had been changed in place
     saved: dict[str, Any]  # what the derivatives keep, such as a dropout mask
     was_first: bool  # no hook has seen the output before, and could have changed it
+    model: int | None  # number of the call of the converted model that runs
     is_followed: bool  # the functions around it are known: of a traced or recorded model that runs
     averaging: Averaging | None  # what is done to the gradients over processes
     reads_functions: bool  # it has read what no recorded call has returned, but has a gradient
@@ -86,6 +87,7 @@ class Call(PlacedCall):
         self.is_loss = rule is not None and rule.is_loss
         self.is_container = rule is None and not is_leaf(module)
         self.was_first = was_first
+        self.model = CALLS.running[-1].whole if CALLS.running else None
         self.is_followed = "_backpack_converted" in vars(module) and _is_followed(module)
         wrapper = DistributedDataParallel._active_ddp_module  # the one that runs
         self.averaging = None if wrapper is None else Averaging.by(wrapper)

@@ -17,7 +17,6 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from backpack.context import disable
-from backpack.core.record import calls
 from backpack.core.record.alive import all_live_calls
 from backpack.core.record.calls import Call, positional
 from backpack.core.record.compiler import is_traced
@@ -87,7 +86,6 @@ def note_inputs(
     if is_traced() or not (torch.is_grad_enabled() and disable.should_store_io()):
         return
     inputs, is_child = begin_call(module)
-    inputs.first = calls.newest
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     with_axes = [x for x in tensors if not x.is_nested and x.dim()]
     count = numbered = 0

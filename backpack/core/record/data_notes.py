@@ -21,6 +21,7 @@ from torch.nn import Module, Parameter
 
 from backpack.core.record.layout import Layout, Place, unbatched
 from backpack.core.record.origins import Origin, origin
+from backpack.core.record.weights import COUNTER
 from backpack.core.values import has_values
 
 # Why the samples are not known in memory that no function of torch has filled.
@@ -37,13 +38,14 @@ class Inputs:
     """What one call of a model was given: where the samples are holds for that call alone."""
 
     module: ref[Module]
+    number: int  # among the calls of all modules
+    whole: int  # number of the call of the model that this is a part of, or its own
     # where the samples are, by the id of the tensor; identities of those with a graph that say it
     notes: dict[int, Note] = field(default_factory=dict)
     marks: list[Origin] = field(default_factory=list)
     known: list[Layout] = field(default_factory=list)  # of inputs that others say it of
     samples: int = 0  # their number
     counted: int = 0  # their number, once a module has known better
-    first: int = 0  # number of the last call of a module before this one
     others: set[int] = field(default_factory=set)  # what else may be that: sizes of first axes
     doubtful: set[int] = field(default_factory=set)  # those that an output of the samples tells
     choice: str = ""  # what was taken for the samples, in words
@@ -70,17 +72,18 @@ class _Calls(local):
         self.running: list[Inputs] = []
 
 
-_calls = _Calls()
+CALLS = _Calls()
 
 
 def begin_call(module: Module) -> tuple[Inputs, bool]:
     """Return the notes of a call that begins, and whether it is of a part of a model that runs."""
-    if _calls.running:
+    if CALLS.running:
         _clear_interrupted(module)
-    owners = filter(None, (inputs.module() for inputs in _calls.running))
+    owners = filter(None, (inputs.module() for inputs in CALLS.running))
     is_part = any(module is part for owner in owners for part in owner.modules())
-    inputs = Inputs(ref(module))
-    _calls.running.append(inputs)
+    number = next(COUNTER)
+    inputs = Inputs(ref(module), number, CALLS.running[-1].whole if is_part else number)
+    CALLS.running.append(inputs)
     return inputs, is_part
 
 
@@ -95,38 +98,38 @@ def _clear_interrupted(module: Module) -> None:
         if frame.f_code is Module._wrapped_call_impl.__code__:
             called.append(frame.f_locals["self"])
         frame = frame.f_back
-    _calls.running = [
+    CALLS.running = [
         inputs
-        for inputs in _calls.running
+        for inputs in CALLS.running
         if (own := inputs.module()) is not module and any(own is one for one in called)
     ]
 
 
 def end_call(module: Module) -> Inputs | None:
     """Forget what was noted of the inputs of a call, and of those that an interrupt has ended."""
-    names = [inputs.module() for inputs in _calls.running]
+    names = [inputs.module() for inputs in CALLS.running]
     if module not in names:
         return None
     start = names.index(module)
-    ended, _calls.running[start:] = _calls.running[start], []
+    ended, CALLS.running[start:] = CALLS.running[start], []
     return ended
 
 
 def running() -> list[Inputs]:
     """Return what is noted of the calls of models that run in this thread, the innermost last."""
-    return _calls.running
+    return CALLS.running
 
 
 def number_of_samples() -> int:
     """Return how many samples the model that runs was called with, as far as that is known."""
-    inputs = _calls.running[-1] if _calls.running else None
+    inputs = CALLS.running[-1] if CALLS.running else None
     return 0 if inputs is None else inputs.counted or inputs.samples
 
 
 def recounted() -> bool:
     """Note how many samples a correction tells of; return whether that is another number."""
-    if _calls.running:
-        inputs = _calls.running[-1]
+    if CALLS.running:
+        inputs = CALLS.running[-1]
         for one in inputs.layouts():
             if one.is_batched and not (one.assumed or one.is_constant):
                 known, inputs.counted = number_of_samples(), one.samples
@@ -173,7 +176,7 @@ def before_repeated(x: Tensor, axes: Sequence[int], samples: int) -> int | None:
 
 def has_other_rows(data: Tensor) -> bool:
     """Whether data has not as many rows as the model that runs has samples, if it has several."""
-    samples = _calls.running[0].samples if _calls.running else 0
+    samples = CALLS.running[0].samples if CALLS.running else 0
     return samples > 1 and data.dim() > 0 and len(data) != samples
 
 
@@ -188,7 +191,7 @@ def memory_of(tensor: Tensor) -> Any:
 def _notes_with(tensor: Tensor) -> dict[int, Note]:
     """Return the notes of the innermost call that was given a tensor, else those of all data."""
     key = id(tensor)
-    for inputs in reversed(_calls.running):
+    for inputs in reversed(CALLS.running):
         found = inputs.notes.get(key)
         if found is not None and found[2]() is tensor:
             return inputs.notes
@@ -232,7 +235,7 @@ def mixed_by(tensors: Iterable[Any]) -> str | None:
 
 def noted(tensor: Tensor) -> Layout | None:
     """Return what :func:`note` was told, unless the tensor got another shape or memory since."""
-    notes = _notes_with(tensor) if _calls.running else OF_DATA
+    notes = _notes_with(tensor) if CALLS.running else OF_DATA
     found = notes.get(id(tensor))
     if found is None or found[2]() is not tensor or found[0] != memory_of(tensor):
         return None
@@ -241,7 +244,7 @@ def noted(tensor: Tensor) -> Layout | None:
 
 def assigned() -> list[Layout]:
     """List where the samples are in the data that a program has said so of."""
-    notes = [OF_DATA, *(inputs.notes for inputs in _calls.running)]
+    notes = [OF_DATA, *(inputs.notes for inputs in CALLS.running)]
     return [layout for each in notes for _, layout, _ in [*each.values()] if layout.is_assigned]
 
 
