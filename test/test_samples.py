@@ -1544,6 +1544,29 @@ def test_kronecker_factors_of_a_model_that_another_thread_runs_meanwhile(samples
         torch.testing.assert_close(factor, torch.ones_like(factor))
 
 
+class Recurrent(nn.Module):
+    """Sequences ``[S, N, 2]`` to as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(x)[0]
+
+
+@pytest.mark.parametrize("converter", ["record", True])
+@pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (3, 3), (3, 1)], ids=str)
+def test_kronecker_factors_behind_another_model(sizes: tuple[int, int], converter: Any) -> None:
+    """It knows where the samples of its sequences are: constants had a row for each step."""
+    models = [extend(one, use_converter=converter) for one in (Recurrent(), BesideOnes())]
+    with backpack(extensions.KFLR()):
+        y = models[1](models[0](torch.rand(*sizes, 2)))
+        extend(nn.MSELoss())(y, torch.zeros_like(y)).backward()
+    factor = models[1].get_parameter("layer.weight").kflr[1]
+    torch.testing.assert_close(factor, torch.ones_like(factor))
+
+
 def test_nothing_is_drawn_for_another_form_of_a_weight() -> None:
     """As many numbers as it has entries were drawn in each step, to see whether rows repeat."""
 

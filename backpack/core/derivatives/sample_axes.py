@@ -244,7 +244,7 @@ class SampleAxes(Interface):
         else:
             wrong = place.axis >= len(shape) - trailing
         if wrong and layout.is_constant:
-            layout.mark_unbatched()
+            layout.take_back(shape, range(len(shape) - trailing))
         elif wrong:
             last = "the last axis" if trailing == 1 else f"one of the last {trailing} axes"
             raise ValueError(

@@ -30,6 +30,7 @@ from backpack.core.record.data_notes import (
     note,
     note_mixed,
     noted,
+    recounted,
     running,
 )
 from backpack.core.record.kinds import ENTRIES, MOVES
@@ -124,6 +125,8 @@ def note_inputs(
         if numbered and not has_samples and len(x) > 1 and x.is_floating_point():
             layout.lost = TABLE
         inputs.note(x, layout, mark)
+    if inputs.known:  # such as sequences from another model, whose samples are not their rows
+        recounted()
 
 
 def _note_packed(inputs: Inputs, packed: PackedSequence) -> int:
