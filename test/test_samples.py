@@ -1584,6 +1584,35 @@ def test_nothing_is_drawn_for_another_form_of_a_weight() -> None:
         model(X)
 
 
+class BesideTable(nn.Module):
+    """Rows ``[N, 2]`` beside sequences ``[T, B, 2]``, all of which each of them reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gru, self.head = nn.Linear(2, 3), nn.GRU(2, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return self.head(self.layer(x) * self.gru(table)[0].mean((0, 1)))
+
+
+@pytest.mark.parametrize("converter", ["record", True])
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_sequences_that_all_samples_read(batch: int, is_frozen: bool, converter: Any) -> None:
+    """Their batch was taken for the samples, and all gradients were those of so many."""
+    plain, lossfunc = BesideTable().double(), nn.MSELoss()
+    plain.gru.requires_grad_(not is_frozen)
+    X, table, y = (torch.rand(*sizes).double() for sizes in ((4, 2), (5, batch, 2), (4, 2)))
+    model = extend(copy.deepcopy(plain), use_converter=converter)
+    with backpack(extensions.BatchGrad()):
+        extend(lossfunc)(model(X, table), y).backward()
+    trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+    for n in range(4):
+        loss = lossfunc(plain(X[n : n + 1], table), y[n : n + 1]) / 4
+        for name, grad in zip(trained, torch.autograd.grad(loss, trained.values()), strict=True):
+            torch.testing.assert_close(model.get_parameter(name).grad_batch[n], grad)
+
+
 PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda table: table.square().sum(),
     "loss": lambda table: nn.functional.mse_loss(table, torch.zeros_like(table)),

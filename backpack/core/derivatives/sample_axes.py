@@ -14,7 +14,7 @@ from backpack.core import fast
 from backpack.core.derivatives.interface import Interface
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
-from backpack.core.record.data_flow import assumption_behind
+from backpack.core.record.data_flow import assumption_behind, may_be_samples
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.visits import Visit
 from backpack.core.rows import Rows, row_numbers
@@ -226,7 +226,9 @@ class SampleAxes(Interface):
             axis = self.axis_of(call.module, i, call.inputs[i])
             is_known = layout.may_be_corrected or not has_partner
             # else it is read row by row, and that matters where parameters are above
-            if axis is not None and (axis or has_partner) and (is_known or call.origins_in[i]):
+            if axis is None or not (axis or has_partner):
+                continue
+            if (is_known or call.origins_in[i]) and may_be_samples(shape[axis]):
                 self._correct(call, layout, shape, axis)
 
     @staticmethod

@@ -307,6 +307,22 @@ def is_all_data(layout: Layout) -> bool:
     return bool(batched) and all(one.root in layout.ancestors for one in batched)
 
 
+def may_be_samples(count: int) -> bool:
+    """Whether a model that runs may have so many samples, as far as its inputs tell.
+
+    Those of sequences may be along the second axis.
+    """
+    for inputs in running():
+        for x, layout in inputs.given():
+            if not layout.is_batched:
+                continue
+            is_sequence = x is None or x.dim() + (not has_numbers(x)) >= SEQUENCE
+            may_differ = layout.assumed and is_sequence
+            if layout.samples == count or (may_differ and (x is None or x.shape[1] == count)):
+                return True
+    return not running()
+
+
 def is_of_inputs(layout: Layout) -> bool:
     """Whether this says where the samples are in what a model that runs was called with."""
     return any(one.root is layout.root for i in running() for one in i.layouts())

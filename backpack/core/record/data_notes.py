@@ -51,10 +51,15 @@ class Inputs:
     choice: str = ""  # what was taken for the samples, in words
     rows: set[int] = field(default_factory=set)  # ids of parameters with a row for each sample
 
+    def given(self) -> list[tuple[Tensor | None, Layout]]:
+        """List where the samples are in what it was given; None for tensors with a graph."""
+        found = [(x(), layout) for _, layout, x in self.notes.values()]
+        others = self.known + [mark.layout for mark in self.marks if mark.layout is not None]
+        return found + [(None, layout) for layout in others]
+
     def layouts(self) -> list[Layout]:
         """List where the samples are in what it was given."""
-        layouts = [layout for _, layout, _ in self.notes.values()] + self.known
-        return layouts + [mark.layout for mark in self.marks if mark.layout is not None]
+        return [layout for _, layout in self.given()]
 
     def note(self, tensor: Tensor, layout: Layout, mark: Origin | None = None) -> None:
         """Remember where the samples are, until the call ends, at the mark of a tensor with one."""
