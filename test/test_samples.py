@@ -1613,6 +1613,16 @@ def test_sequences_that_all_samples_read(batch: int, is_frozen: bool, converter:
             torch.testing.assert_close(model.get_parameter(name).grad_batch[n], grad)
 
 
+def test_equal_features_are_no_rows_of_samples() -> None:
+    """Those of as many as several samples have were taken for such, and taken back in each step."""
+    model = extend(
+        Model(lambda m, x: m.layer(x).repeat(1, 2) * torch.ones(6)), use_converter="record"
+    )
+    before = alive.corrections
+    model(torch.rand(2, 3))
+    assert alive.corrections == before
+
+
 PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda table: table.square().sum(),
     "loss": lambda table: nn.functional.mse_loss(table, torch.zeros_like(table)),

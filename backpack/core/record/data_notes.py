@@ -152,9 +152,11 @@ def rows_of_constant(x: Tensor) -> Layout | None:
     axes = shape[:-1] if len(shape) > 1 and has_numbers(x) else shape  # others are features
     if samples > 1:
         before: int | None = None
+        is_vector = len(shape) == 1 and has_numbers(x)  # of features, unless there are as many
         if samples in axes:
             before = shape[: axes.index(samples)].numel()
-        elif has_values(x) and not (is_fake(x) or assigned()):  # then rows may be in any order
+        elif has_values(x) and not (is_vector or is_fake(x) or assigned()):
+            # where samples are assigned, rows may be in any order
             before = before_repeated(x, axes, samples)
         if before is not None:
             note(x, Layout(before, samples, True, len(shape), is_constant=True))
