@@ -153,18 +153,18 @@ class SampleAxes(Interface):
         module, leading = call.module, self.batch_axis is BatchAxis.LEADING
         self._check_partners(call)
         self._merge_one_sample(call)
+        for i, layout in enumerate(() if leading else call.layouts_in):
+            if layout is None and call.computed[i] and self.batch_axis_in(module, i):
+                raise ValueError(
+                    f"{call!r} reads a tensor that a function has computed. Make the function a "
+                    "module, or use extend(model, use_converter=True)."
+                )
         # data first: where a module corrects it, constants get rows of as many samples
         for of_constants in (False, True) if leading else (False, True, None, True):
             if of_constants is None:
                 self._correct_tables(call)
                 continue
             for i, layout in enumerate(call.layouts_in):
-                own = 0 if leading else self.batch_axis_in(module, i)
-                if layout is None and call.computed[i] and own:
-                    raise ValueError(
-                        f"{call!r} reads a tensor that a function has computed. Make the function "
-                        "a module, or use extend(model, use_converter=True)."
-                    )
                 shape = call.shape_in[i]
                 if layout is None or shape is None or not layout.is_batched:
                     continue
