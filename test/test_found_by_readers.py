@@ -885,6 +885,33 @@ class LooksAtGradient(torch.autograd.Function):
         return 2 * x * grad if grad.abs().max() > 0 else 0 * x * grad
 
 
+class FailsOnce(torch.autograd.Function):
+    """The identity, whose first backward pass is refused by its author."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        FailsOnce.calls += 1
+        if FailsOnce.calls == 1:
+            raise RuntimeError("The author of this function does not want that.")
+        return grad
+
+
+def test_errors_of_functions_reach_those_who_multiply_several_vectors() -> None:
+    """They were taken for functions that cannot be vectorised, and these called again."""
+    x = torch.rand(4).requires_grad_()
+    y = FailsOnce.apply(x)  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match="The author of this function") as told:
+        vjp((y,), (x,), (torch.rand(3, 4),), several=True)
+    assert FailsOnce.calls == 1
+    assert told.value.__context__ is None
+
+
 @pytest.mark.parametrize("is_debugged", [False, True])
 def test_products_with_several_vectors_that_cannot_be_vectorised(is_debugged: bool) -> None:
     """Functions that look at gradients, and anomaly detection, which does: one after the other."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dis import opname
 from threading import RLock
 
 import torch
@@ -79,6 +80,7 @@ def vjp(
     has_parts = several and len(ws[0]) > 1
     if has_parts and torch.is_anomaly_enabled():  # which looks at each gradient
         return _one_by_one(ys, xs, ws, retain_graph, detach)
+    products = None
     try:
         with without_hooks(xs):
             products = torch.autograd.grad(
@@ -91,21 +93,37 @@ def vjp(
                 is_grads_batched=several and not alone,
             )
     except RuntimeError as error:
-        if has_parts:  # what cannot be vectorised, such as sparse gradients
-            return _one_by_one(ys, xs, ws, retain_graph, detach)
-        if not isinstance(error, NotImplementedError):
+        if not has_parts and isinstance(error, NotImplementedError):
+            raise NotImplementedError(
+                f"Autograd: {error} Products with the GGN, the Hessian and the Jacobian need its "
+                "second derivatives. Use functions that have them, such as nn.Embedding and a sum "
+                "or mean in the place of nn.EmbeddingBag, or what needs none: DiagonalGGN, "
+                "KroneckerGGN, NTK, GGNMP and HMP have a rule for it."
+            ) from error
+        if not has_parts or _is_of_program(error):
             raise
-        raise NotImplementedError(
-            f"Autograd: {error} Products with the GGN, the Hessian and the Jacobian need its "
-            "second derivatives. Use functions that have them, such as nn.Embedding and a sum "
-            "or mean in the place of nn.EmbeddingBag, or what needs none: DiagonalGGN, "
-            "KroneckerGGN, NTK, GGNMP and HMP have a rule for it."
-        ) from error
+    if products is None:  # what cannot be vectorised, such as sparse gradients
+        return _one_by_one(ys, xs, ws, retain_graph, detach)
     products = tuple(p.to_dense() if p is not None and p.is_sparse else p for p in products)
     return tuple(
         x.new_zeros((*stacked, *x.shape)) if p is None else p.unsqueeze(0) if alone else p
         for x, p in zip(xs, products, strict=True)
     )
+
+
+def _is_of_program(error: BaseException) -> bool:
+    """Whether a ``raise`` outside of torch has raised an error.
+
+    What torch cannot vectorise, it says itself, in a function of C or in one of its own.
+    """
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    if at is None:
+        return False
+    package = str(at.tb_frame.f_globals.get("__name__")).partition(".")[0]
+    is_raised = opname[at.tb_frame.f_code.co_code[at.tb_lasti]] == "RAISE_VARARGS"
+    return is_raised and package not in ("torch", "backpack") and "vmap" not in str(error)
 
 
 def _one_by_one(
