@@ -3541,3 +3541,34 @@ def test_a_use_without_positions_leaves_the_others(approximation: Any) -> None:
     rows = rows.mean(1, keepdim=True) if approximation == "reduce" else rows / 2**0.5
     factor = model[0].get_parameter("weight").kflr[0]
     assert_close(factor, einsum("nti,ntj->ij", rows, rows) / 3)
+
+
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+@pytest.mark.parametrize("kind", [extensions.KFLR, extensions.EKFAC, KroneckerGGN])
+def test_the_only_use_of_a_weight_has_no_positions(kind: Any, approximation: Any) -> None:
+    """Its factors were not numbers, or an error."""
+    table, layer, rest = nn.Embedding(5, 3), nn.Linear(2, 3), nn.Linear(3, 2)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer, self.rest = table, layer, rest
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = x, self.layer(x[:, :0, :2]), self.table(torch.zeros(len(x), 0).long())
+            return self.rest(torch.cat(parts, 1))
+
+    model, X, y = Model(), torch.rand(N, 2, 3), torch.rand(N, 2, 2)
+    if kind is KroneckerGGN:
+        operator = KroneckerGGN(model, nn.MSELoss(), [(X, y)], approximation=approximation)
+        blocks = dict(zip(dict(model.named_parameters()), operator.factors, strict=True))
+    else:
+        loss = extend(nn.MSELoss())(extend(model, use_converter="record")(X), y)
+        with backpack(ext := kind(approximation=approximation)):
+            loss.backward()
+        blocks = {name: getattr(p, ext.savefield) for name, p in model.named_parameters()}
+    for name, block in blocks.items():
+        known = [block.eigenvalues] if kind is extensions.EKFAC else block
+        for factor in known:
+            assert factor.isfinite().all()
+            assert factor.any() == name.startswith("rest")

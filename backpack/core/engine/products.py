@@ -508,8 +508,9 @@ class Products:
         if self._without_factors is not None:
             return []
         uses = self.uses
-        if approximation and len(uses) > 1:  # means over no positions are no numbers
-            uses = [use for use in uses if num_positions(use)] or uses
+        if approximation:  # of no positions, means are no numbers, and the sum is zero
+            uses = [use for use in self.uses if num_positions(use)]
+            approximation, uses = (approximation, uses) if uses else (None, self.uses)
         (first, *others), num_n = uses, self._averaged
         if approximation == "reduce" and first.has_kronecker_factors:
             is_several = bool(others) or first.factor.mat.shape[1] > num_n
