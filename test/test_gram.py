@@ -217,6 +217,11 @@ def test_tangent_kernel(two_batches: bool) -> None:
     assert_close(kernel.traced(), torch.einsum("ncp,mcp->nm", J, K))
     assert_close(kernel.per_output(), torch.einsum("ncp,mdp->nmcd", J, K))
     assert_close(kernel.to_dense(), J.flatten(0, 1) @ K.flatten(0, 1).T)
+    lean = NTK(model, X, X2, only_traced=True)
+    assert_close(lean.traced(), kernel.traced())
+    for whole in (lean.per_output, lean.to_dense):
+        with pytest.raises(ValueError, match=r"only_traced=True.*leave that out"):
+            whole()
     assert params[0].grad is grad and not any("_backpack_linalg" in vars(p) for p in params)
     some = NTK(model, X, X2, params=params[:2]).traced()
     sizes = sum(p.numel() for p in params[:2])

@@ -24,7 +24,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from backpack.influence import Influence
-from backpack.laplace import Laplace
+from backpack.laplace import Laplace, predictive
 from backpack.laplace.predictive import log_concentrations
 from backpack.linalg import (
     EKFAC,
@@ -921,6 +921,13 @@ def test_monte_carlo() -> None:
     assert (closed - found).abs().max() < (closed - mean.softmax(1)).abs().max()
 
 
+def of_centred(covariance: Tensor) -> Tensor:
+    """Variances of logits without their mean, and that of the mean: ``[N, C, C] -> [N, C + 1]``."""
+    count = len(covariance[0])
+    centre = torch.cat([torch.eye(count) - 1 / count, torch.full((1, count), 1 / count)])
+    return (centre @ covariance @ centre.T).diagonal(dim1=1, dim2=2)
+
+
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_bridge_inverts_the_laplace_approximation_of_a_dirichlet(count: int) -> None:
     """Mode and curvature of a Dirichlet in its logits; what these have in common is no matter."""
@@ -937,7 +944,7 @@ def test_bridge_inverts_the_laplace_approximation_of_a_dirichlet(count: int) -> 
         common = shared.unsqueeze(1) + shared + 3.0
         means.append(mode + torch.randn(()))
         covariances.append(torch.linalg.pinv(H, hermitian=True) + common)
-    found = log_concentrations(torch.stack(means), torch.stack(covariances)).exp()
+    found = log_concentrations(torch.stack(means), of_centred(torch.stack(covariances))).exp()
     assert_close(found, alphas)
 
 
@@ -960,12 +967,62 @@ def test_bridge(name: str) -> None:
         assert_close(of_two.predict(X, "bridge"), two(X).softmax(1).detach())
 
 
+OF_POSTERIORS: dict[str, Any] = {
+    "factors": lambda *args: {"curvature": KroneckerGGN},
+    "diagonal": lambda *args: {"curvature": DiagonalGGN},
+    "eigenvalues": lambda *args: {"curvature": EKFAC},
+    "joined": lambda *args: {"curvature": KroneckerGGN(*args, joint_bias=True)},
+    "some": lambda model, *_: {
+        "curvature": GGN,
+        "weights": {name: i % 3 == 0 for i, (name, _) in enumerate(model.named_parameters())},
+    },
+}
+
+
+@pytest.mark.parametrize("entries", [None, 60, 1])
+@pytest.mark.parametrize("kind", OF_POSTERIORS)
+@pytest.mark.parametrize("name", ["mlp", "binary", "lstm", "positions"])
+def test_predictions_need_variances_alone(
+    name: str, kind: str, entries: int | None, monkeypatch: MonkeyPatch
+) -> None:
+    """They are the diagonals of dense covariances, which are not formed, in blocks of any size."""
+    model, loss, X, y = problem("mlp" if name == "positions" else name)
+    if name == "positions":  # at which the first weight acts
+        model = nn.Sequential(nn.Linear(9, 5), nn.Tanh(), nn.Flatten(), nn.Linear(10, 3))
+        X = torch.randn(N, 2, 9)
+    if kind == "joined" and name == "lstm":
+        pytest.skip("recurrent layers join no biases")
+    data = batches(X, y)
+    options = OF_POSTERIORS[kind](model, loss, data)
+    laplace = Laplace(model, loss, data, prior_precision=0.7, **options)
+    with monkeypatch.context() as patch:
+        if entries is not None:
+            patch.setattr(ntk, "BLOCK_ENTRIES", entries)
+        patch.setattr(predictive, "output_covariances", None)
+        found = laplace.predict(X)
+        bridge = laplace.predict(X, "bridge") if name != "binary" and kind != "some" else None
+        laplace.fit_prior_precision(validation=data, num_values=3)
+        fitted = laplace.predict(X)
+    J, logits = dense_jacobian(model, X), model(X).detach()
+    link = torch.sigmoid if name == "binary" else partial(torch.softmax, dim=1)
+    assert_close(laplace.predict(X), fitted)
+    for own, precision in ((found, 0.7), (fitted, laplace.prior_precision)):
+        laplace.prior_precision = precision
+        covariance = J @ laplace.posterior.to_dense() @ J.mT
+        scale = (1 + pi / 8 * covariance.diagonal(dim1=1, dim2=2)).sqrt()
+        assert_close(own, link(logits / scale))
+        if bridge is not None and own is found:
+            alpha = log_concentrations(logits, of_centred(covariance)).exp()
+            assert_close(bridge, alpha / alpha.sum(1, keepdim=True))
+
+
 def test_bridge_of_large_logits() -> None:
     """Nothing overflows in single precision."""
     mean = torch.tensor([[300.0, 0.0, -300.0]], dtype=torch.float32)
-    found = log_concentrations(mean, torch.eye(3, dtype=torch.float32)[None])
+    variances = of_centred(torch.eye(3)[None])
+    found = log_concentrations(mean, variances.float())
     assert_close(found[0].softmax(0), torch.tensor([1.0, 0.0, 0.0], dtype=torch.float32))
-    exact = log_concentrations(mean.double(), torch.eye(3)[None])
+    exact = log_concentrations(mean.double(), variances)
     assert_close(found.double(), exact, rtol=1e-6, atol=1e-4)
 
 

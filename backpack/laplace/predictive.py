@@ -13,7 +13,7 @@ from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss
 
 from backpack.laplace.posterior import Posterior
 from backpack.linalg.extended import ALONE
-from backpack.linalg.ntk import output_covariances
+from backpack.linalg.ntk import output_covariances, output_variances
 from backpack.linalg.objective import without_graph
 from backpack.linalg.structured import SpectralOperator
 from backpack.utils.convert_parameters import parameter_list_to_vector, vector_to_parameter_list
@@ -32,23 +32,36 @@ class Predictive(Posterior):
                 that of the posterior of a Gaussian process, whose kernel is ``J Jᵀ / δ``. Takes
                 ``N C P`` numbers.
 
+        The Jacobian of a sample takes ``C P`` numbers. For many outputs, :meth:`predict` needs
+        variances alone, and little memory.
+
         Raises:
             RuntimeError: If the weights of the model have changed.
             ValueError: If it is in training mode, and random then, or no function of a sample.
 
         Source: Immer, Korzepa, Bauer, Improving predictions of BNNs via linearization (AISTATS 21).
         """
-        mean, (covariance,) = self._outputs(X, [self.posterior], joint)
+        self._check_mean()
+        own, posteriors = self._objective, [self.posterior]
+        options = self._use_converter, joint
+        mean, (covariance,) = output_covariances(own.model, own.params, X, posteriors, *options)
         return mean, covariance
 
-    def _outputs(
-        self, X: Any, posteriors: Sequence[SpectralOperator], joint: bool = False
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return :meth:`outputs` with the covariance of each posterior."""
-        own = self._objective
-        self._check_state(torch.equal(parameter_list_to_vector(own.params), self.mean))
-        options = self._use_converter, joint
-        return output_covariances(own.model, own.params, X, posteriors, *options)
+    def _variances(
+        self, X: Any, posteriors: Sequence[SpectralOperator], method: str
+    ) -> tuple[Tensor, Tensor]:
+        """Return mean ``[N, C]`` and what a closed form reads of each covariance, ``[N, D, K]``.
+
+        That are the variances of the outputs; for the bridge, those of :func:`centred` ones.
+        """
+        self._check_bridge(method)
+        self._check_mean()
+        own, of = self._objective, centred if method == "bridge" else None
+        return output_variances(own.model, own.params, X, posteriors, self._use_converter, of)
+
+    def _check_mean(self) -> None:
+        """Refuse a model whose weights are others, as :meth:`_check_state`."""
+        self._check_state(torch.equal(parameter_list_to_vector(self._objective.params), self.mean))
 
     def sample_outputs(
         self,
@@ -122,7 +135,7 @@ class Predictive(Posterior):
             raise ValueError(f"num_samples has to be at least 1, got {num_samples}.")
         link = self._link()
         if method in ("probit", "bridge"):
-            return link(self._logits(*self.outputs(X), method))
+            return link(self._logits(X, method))
         drawn = self.sample_outputs(X, num_samples, method == "monte carlo", generator)
         return link(drawn).mean(0)
 
@@ -150,21 +163,27 @@ class Predictive(Posterior):
             ValueError: If the loss is another, there is one class, or an output has no variance.
         """
         self._link()
-        return self._logits(*self.outputs(X), "bridge").exp()
+        return self._logits(X, "bridge").exp()
 
-    def _logits(self, mean: Tensor, covariance: Tensor, method: str) -> Tensor:
+    def _logits(self, X: Any, method: str) -> Tensor:
         """Return what the link makes a prediction of, in closed form."""
+        mean, variances = self._variances(X, [self.posterior], method)
+        return self._closed_form(mean, variances.squeeze(2), method)
+
+    def _closed_form(self, mean: Tensor, variances: Tensor, method: str) -> Tensor:
+        """Return what the link makes a prediction of, from :meth:`_variances`."""
         if method == "bridge":
-            kind = self._objective.loss_function
-            if not isinstance(kind, CrossEntropyLoss):
-                raise ValueError(
-                    f"The Laplace bridge is for CrossEntropyLoss, got {type(kind).__name__}. Use "
-                    "'probit', 'monte carlo' or 'sampling'."
-                )
-            return log_concentrations(mean, covariance)
-        if self._is_normal:
-            return mean
-        return mean / (1 + pi / 8 * covariance.diagonal(dim1=1, dim2=2)).sqrt()
+            return log_concentrations(mean, variances)
+        return mean if self._is_normal else mean / (1 + pi / 8 * variances).sqrt()
+
+    def _check_bridge(self, method: str) -> None:
+        """Refuse the Laplace bridge for another loss than its own."""
+        kind = self._objective.loss_function
+        if method == "bridge" and not isinstance(kind, CrossEntropyLoss):
+            raise ValueError(
+                f"The Laplace bridge is for CrossEntropyLoss, got {type(kind).__name__}. Use "
+                "'probit', 'monte carlo' or 'sampling'."
+            )
 
     def _link(self) -> Callable[[Tensor], Tensor]:
         """Return what turns outputs ``[*, C]`` into a prediction."""
@@ -181,12 +200,18 @@ class Predictive(Posterior):
         )
 
 
-def log_concentrations(mean: Tensor, covariance: Tensor) -> Tensor:
+def centred(logits: Tensor) -> Tensor:
+    """Return logits without their mean, and that: ``[N, C] -> [N, C + 1]``."""
+    mean = logits.mean(1, keepdim=True)
+    return torch.cat([logits - mean, mean], 1)
+
+
+def log_concentrations(mean: Tensor, variances: Tensor) -> Tensor:
     """Return the logarithms of the α of the Laplace bridge, see :meth:`Predictive.dirichlet`.
 
     Args:
         mean: Of logits. ``[N, C]``
-        covariance: ``[N, C, C]``
+        variances: Of :func:`centred` logits. ``[N, C + 1]``
 
     Returns:
         ``[N, C]``
@@ -197,12 +222,10 @@ def log_concentrations(mean: Tensor, covariance: Tensor) -> Tensor:
     """
     count = mean.shape[1]
     wide = torch.promote_types(mean.dtype, torch.float32)
-    mu, sigma = mean.to(wide), covariance.to(wide)
-    mu = mu - mu.mean(1, keepdim=True)
-    whole = sigma.diagonal(dim1=1, dim2=2)
-    in_common = sigma.mean(1) + sigma.mean(2) - sigma.mean((1, 2)).unsqueeze(1)
-    variances = whole - in_common
-    round_off = 10 * torch.finfo(mean.dtype).eps * whole.amax(1, keepdim=True)
+    mu, *_ = centred(mean.to(wide)).split(count, 1)
+    variances, in_common = variances.to(wide).split([count, 1], 1)
+    largest = (variances + in_common).amax(1, keepdim=True)
+    round_off = 10 * torch.finfo(mean.dtype).eps * largest
     if count < 2 or (variances <= round_off).any():
         raise ValueError(
             "The Laplace bridge needs several classes, and logits whose variances are positive "

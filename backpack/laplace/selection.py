@@ -127,8 +127,9 @@ class Laplace(Predictive):
             for X, targets in objective:
                 output = without_graph(partial(output_of, "Laplace", own.model, X))
                 if weight := objective.weight(X, output, targets):
-                    mean, covariances = self._outputs(X, posteriors)
-                    each = [self._loss_of(mean, c, output, targets, method) for c in covariances]
+                    mean, variances = self._variances(X, posteriors, method)
+                    given = output, targets, method
+                    each = [self._loss_of(mean, own, *given) for own in variances.unbind(2)]
                     factor = 1.0 if self._is_normal else weight
                     totals += factor * torch.stack(each).to(totals)
                     weights += weight
@@ -142,10 +143,10 @@ class Laplace(Predictive):
         return totals
 
     def _loss_of(
-        self, mean: Tensor, covariance: Tensor, output: Tensor, targets: Any, method: str
+        self, mean: Tensor, variances: Tensor, output: Tensor, targets: Any, method: str
     ) -> Tensor:
-        """Return the loss of a prediction, from mean and covariance of the outputs of a batch."""
-        logits = self._logits(mean, covariance, method).reshape(output.shape)
+        """Return the loss of a prediction, from mean and variances of the outputs of a batch."""
+        logits = self._closed_form(mean, variances, method).reshape(output.shape)
         if method == "bridge" and mean.shape[1] == 2:
             raise ValueError(
                 "What the Laplace bridge predicts for two classes does not depend on the prior "
@@ -158,7 +159,7 @@ class Laplace(Predictive):
                 f"The targets of MSELoss have shape {list(targets[0].shape)}, but the outputs "
                 f"{list(output.shape)}: give both the same."
             )
-        variance = covariance.diagonal(dim1=1, dim2=2).reshape(output.shape) + self._noise**2
+        variance = variances.reshape(output.shape) + self._noise**2
         squares = (logits - targets[0]).square() / variance
         return (squares + (2 * pi * variance).log()).sum() / 2
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
+from math import prod
 from typing import Any
 
 import torch
@@ -16,10 +18,12 @@ from backpack.linalg.extended import UseConverter, extended
 from backpack.linalg.objective import flattened, output_of, places_of, without_graph
 from backpack.linalg.operators import LinearOperator
 from backpack.linalg.passes import values_of
+from backpack.linalg.structured import SpectralOperator
 from backpack.utils.autocast import without_autocast
 from backpack.utils.batches import samples_of
 
 BLOCK_ENTRIES = 2**25  # of Jacobians that are kept at once
+Gradients = Sequence[FactoredGrad]  # those of an output, ``[N, *p]`` for each parameter
 
 
 class NTK:
@@ -40,6 +44,7 @@ class NTK:
         X2: Tensor | None = None,
         params: Iterable[Parameter] | None = None,
         use_converter: UseConverter = False,
+        only_traced: bool = False,
     ):
         """Compute a backward pass for each output and batch.
 
@@ -50,6 +55,8 @@ class NTK:
             params: Parameters that vary. Default: those of the model that require a gradient.
             use_converter: How functions in the forward are seen: recorded while it runs (default),
                 or ``"trace"``, see :func:`backpack.extend`.
+            only_traced: Whether :meth:`traced` is all that is asked for. Then nothing is kept of an
+                output when the next one comes: for many outputs, whose Jacobians do not fit.
 
         Raises:
             ValueError: If there are none, one does not require a gradient, the output does not
@@ -65,14 +72,15 @@ class NTK:
             )
         if not self.params:
             raise ValueError("NTK: no parameter requires a gradient.")
+        self._traced: Tensor | None = None
         with extended(model, use_converter or "record") as ready:
-            self._rows = factored_jacobian(ready, self.params, X1)
-            self._columns = self._rows if X2 is None else factored_jacobian(ready, self.params, X2)
-
-    def _product(self, c: int, d: int) -> Tensor:
-        pairs = zip(self._rows[c], self._columns[d], strict=True)
-        grams = [one.gram(other) for one, other in pairs]
-        return sum(grams[1:], start=grams[0])
+            rows = factored_jacobian(ready, self.params, X1)
+            columns = None if X2 is None else factored_jacobian(ready, self.params, X2)
+            if only_traced:
+                self._traced = _traced(rows, columns)
+                return
+            self._rows = list(rows)
+            self._columns = self._rows if columns is None else list(columns)
 
     def traced(self) -> Tensor:
         """Return the sum over equal outputs, ``[N, M]``.
@@ -80,24 +88,56 @@ class NTK:
         Raises:
             ValueError: If the other samples have other outputs.
         """
-        if len(self._rows) != len(self._columns):
-            raise ValueError(
-                f"NTK: samples with {len(self._rows)} outputs, and others with "
-                f"{len(self._columns)}, have no equal ones to sum over. Use to_dense()."
-            )
-        each = [self._product(c, c) for c in range(len(self._rows))]
-        return sum(each[1:], start=each[0])
+        if self._traced is not None:
+            return self._traced.clone()
+        return _traced(self._rows, self._columns)
 
     def per_output(self) -> Tensor:
-        """Return a block for each pair of samples, ``[N, M, C, D]`` for C and D outputs."""
-        rows, columns = range(len(self._rows)), range(len(self._columns))
-        return torch.stack(
-            [torch.stack([self._product(c, d) for d in columns], -1) for c in rows], -2
-        )
+        """Return a block for each pair of samples, ``[N, M, C, D]`` for C and D outputs.
+
+        Raises:
+            ValueError: If it was built with ``only_traced=True``.
+        """
+        if self._traced is not None:
+            raise ValueError(
+                "NTK was built with only_traced=True, and has the sum over equal outputs alone: "
+                "traced(). For blocks, leave that out."
+            )
+        each = [[_gram(row, column) for column in self._columns] for row in self._rows]
+        return torch.stack([torch.stack(row, -1) for row in each], -2)
 
     def to_dense(self) -> Tensor:
         """Return the matrix for all samples and outputs, ``[N·C, M·D]``."""
         return self.per_output().transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _gram(rows: Gradients, columns: Gradients) -> Tensor:
+    """Return the inner products ``[N, M]`` of the gradients of two outputs."""
+    grams = [one.gram(other) for one, other in zip(rows, columns, strict=True)]
+    return sum(grams[1:], start=grams[0])
+
+
+def _traced(rows: Iterable[Gradients], columns: Iterable[Gradients] | None) -> Tensor:
+    """Return the sum of the inner products of equal outputs, ``[N, M]``.
+
+    Raises:
+        ValueError: If there are more of one than of the other.
+    """
+    total: Any = None
+    num_rows = num_columns = 0
+    pairs = zip_longest(rows, columns) if columns is not None else ((row, row) for row in rows)
+    for row, column in pairs:
+        num_rows += row is not None
+        num_columns += column is not None
+        if row is not None and column is not None:
+            gram = _gram(row, column)
+            total = gram if total is None else total + gram
+    if num_rows != num_columns:
+        raise ValueError(
+            f"NTK: samples with {num_rows} outputs, and others with {num_columns}, have no equal "
+            "ones to sum over. Use to_dense()."
+        )
+    return total
 
 
 def output_covariances(
@@ -133,11 +173,8 @@ def output_covariances(
     rows = [mean.new_empty(0, num_outputs, width)]
     found = [[mean.new_empty(0, num_outputs, num_outputs)] for _ in covariances]
     with extended(model, use_converter or "record") as ready:
-        for start in range(0, count, step):
-            some = slice(start, min(start + step, count))
-            # all at once as they are: what has as many rows as samples may be something else
-            inputs = X if step >= count else samples_of(X, count, some)
-            jacobian = factored_jacobian(ready, params, inputs, some.stop - some.start)
+        for inputs, size in _in_parts(X, count, step):
+            jacobian = factored_jacobian(ready, params, inputs, size)
             each = [flattened(g.dense() for g in gradients) for gradients in jacobian]
             J = torch.stack(each, 1)  # [n, C, P]
             if joint:
@@ -155,21 +192,111 @@ def output_covariances(
         return mean, [(J @ (covariance @ J.T)).reshape(shape) for covariance in covariances]
 
 
-def factored_jacobian(
-    model: Module, params: Sequence[Parameter], X: Any, count: int | None = None
-) -> list[list[FactoredGrad]]:
-    """Return the gradients of each output of an extended model, for each parameter.
+def output_variances(
+    model: Module,
+    params: Sequence[Parameter],
+    X: Any,
+    covariances: Sequence[SpectralOperator],
+    use_converter: UseConverter = False,
+    of: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return outputs, and the diagonals of their covariances alone.
 
-    Nothing is left at these. ``count`` is how many samples there should be, if they were picked.
+    Unlike for :func:`output_covariances`, what is kept does not grow with the number of outputs.
+
+    Args:
+        model: As there.
+        params: As there.
+        X: As there.
+        covariances: As there; all with the eigenvectors of the first.
+        use_converter: As there.
+        of: What the variances are of, a function of the outputs of each sample, ``[N, C] -> [N,
+            D]``. Default: they themselves.
+
+    Returns:
+        ``[N, C]`` and, for each Σ, ``[N, D]``: ``[N, D, K]``.
+
+    Raises:
+        ValueError: As there.
+    """
+    mean = without_graph(lambda: output_of("The variance of outputs", model, X))
+    mean = mean.unsqueeze(-1).flatten(1)
+    num_outputs = (mean if of is None else of(mean)).shape[1]
+    found = [mean.new_empty(0, num_outputs, len(covariances))]
+    step = max(1, BLOCK_ENTRIES // covariances[0].shape[0])
+    with extended(model, use_converter or "record") as ready:
+        for inputs, size in _in_parts(X, len(mean), step):
+            jacobian = factored_jacobian(ready, params, inputs, size, of)
+            each = [_variances(some, covariances) for some in _in_blocks(jacobian)]
+            found.append(torch.cat(each).unflatten(0, (num_outputs, size)).transpose(0, 1))
+    return mean, torch.cat(found)
+
+
+def _in_parts(X: Any, count: int, step: int) -> Iterator[tuple[Any, int]]:
+    """Yield some samples after the other, and how many they are."""
+    for start in range(0, count, step):
+        some = slice(start, min(start + step, count))
+        # all at once as they are: what has as many rows as samples may be something else
+        yield X if step >= count else samples_of(X, count, some), some.stop - some.start
+
+
+def _in_blocks(jacobian: Iterable[Gradients]) -> Iterator[list[Gradients]]:
+    """Yield the gradients of as many outputs as may be kept at once."""
+    some: list[Gradients] = []
+    kept = 0
+    for gradients in jacobian:
+        some.append(gradients)
+        kept += sum(g.kept_entries for g in gradients)
+        if kept >= BLOCK_ENTRIES:
+            yield some
+            some, kept = [], 0
+    if some:
+        yield some
+
+
+def _variances(some: Sequence[Gradients], covariances: Sequence[SpectralOperator]) -> Tensor:
+    """Return ``diag(J Σ Jᵀ)`` of some outputs, one after the other: ``[D·N, K]``."""
+    first = covariances[0]
+    spectra = torch.stack([covariance.spectrum for covariance in covariances])
+    sizes = [g.shape[1:].numel() for g in some[0]]
+    blocks = first.bases or [[] for _ in sizes]
+    own = [prod(map(len, block)) for block in first.bases] or sizes
+    if first.order is None and own == sizes:  # a block for each parameter
+        parts = zip(zip(*some, strict=True), spectra.split(sizes, 1), blocks, strict=True)
+        each = [
+            torch.cat([g.square_sums(weights, block) for g in FactoredGrad.stacked(of_each)])
+            for of_each, weights, block in parts
+        ]
+        return sum(each[1:], start=each[0]).to(first.dtype)
+    found, step = [], max(1, BLOCK_ENTRIES // (len(some[0][0]) * sum(sizes)))
+    for start in range(0, len(some), step):
+        J = [flattened(g.dense() for g in gradients) for gradients in some[start : start + step]]
+        with without_autocast():
+            found.append(first.in_eigenbasis(torch.cat(J).T).square().T @ spectra.T)
+    return torch.cat(found)
+
+
+def factored_jacobian(
+    model: Module,
+    params: Sequence[Parameter],
+    X: Any,
+    count: int | None = None,
+    of: Callable[[Tensor], Tensor] | None = None,
+) -> Iterator[list[FactoredGrad]]:
+    """Yield the gradients of each output of an extended model, for each parameter.
+
+    Nothing is left at these. ``count`` is how many samples there should be, if they were picked,
+    and ``of`` makes other outputs of these, see :func:`output_variances`.
 
     Raises:
         ValueError: If the output does not depend on one of them, or has other samples, several rows
             of a sample, or the samples along another axis than the first.
     """
-    found, ext = [], BatchGrad(factored=True)
+    ext = BatchGrad(factored=True)
     with torch.inference_mode(False), torch.enable_grad():
         output = output_of("The Jacobian", model, X)
-        outputs = output.unsqueeze(-1).flatten(1).unbind(1)
+        flat = output.unsqueeze(-1).flatten(1)
+        outputs = flat if of is None else of(flat)
     if count is not None and len(output) != count:
         raise ValueError(
             f"The model has {len(output)} outputs for the {count} samples that fit at once: tensors"
@@ -183,16 +310,17 @@ def factored_jacobian(
             "return the samples along its first axis, such as output.transpose(0, 1)."
         )
     if not len(output):
-        return [[FactoredGrad.of(p.new_zeros(0, *p.shape)) for p in params] for _ in outputs]
-    for output in outputs:
+        yield from [[FactoredGrad.of(p.new_zeros(0, *p.shape)) for p in params] for _ in outputs.mT]
+        return
+    for c in range(outputs.shape[1]):
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
             backpack(ext, retain_graph=True, gradients=False),
         ):
-            (values,) = values_of(params, [ext], output.sum(), "output", retain_graph=True)
-        found.append([FactoredGrad.of(value) for value in values])
-        samples = len(found[-1][0])
+            (values,) = values_of(params, [ext], outputs[:, c].sum(), "output", retain_graph=True)
+        gradients = [FactoredGrad.of(value) for value in values]
+        samples = len(gradients[0])
         if samples != len(output):
             raise ValueError(
                 f"The model returns {len(output)} rows of outputs for {samples} samples: a row of "
@@ -200,4 +328,4 @@ def factored_jacobian(
                 f"each sample together, [{samples}, ...], such as [N, T, C] in the place of "
                 "[N·T, C]: all that follows the first axis are outputs of a sample."
             )
-    return found
+        yield gradients

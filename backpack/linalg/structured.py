@@ -68,9 +68,13 @@ class SpectralOperator(LinearOperator):
             return vectors
         return torch.empty_like(vectors).index_copy_(0, self.order, vectors)
 
-    def _matmat(self, matrix: Tensor) -> Tensor:
+    def in_eigenbasis(self, matrix: Tensor) -> Tensor:
+        """Multiply with Qᵀ: ``[P, V] -> [P, V]``."""
         back = [list(map(transposed, factors)) for factors in self.bases]
-        turned = self.spectrum.unsqueeze(1) * _multiply(back, self._ordered(matrix))
+        return _multiply(back, self._ordered(matrix))
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        turned = self.spectrum.unsqueeze(1) * self.in_eigenbasis(matrix)
         return self._restored(_multiply(self.bases, turned))
 
     def diagonal(self) -> Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import reduce, wraps
 from itertools import islice
 from typing import Any, TypeVar, cast
@@ -34,11 +35,13 @@ from backpack.core.engine.sources import (
     entries_of,
     joined,
     square_norms_of_sum,
+    stacked,
 )
 from backpack.core.record.layout import CPU
 from backpack.core.record.weights import storage_of, version_of
 from backpack.core.values import at_least_single
 from backpack.utils.autocast import without_autocast
+from backpack.utils.kroneckers import apply_kfac_mat_prod, transposed
 
 # Entries of the block of gradients that pairwise products keep while they pass all others by.
 BLOCK_ENTRIES = 2**25
@@ -109,6 +112,17 @@ class FactoredGrad:
         if isinstance(gradients, FactoredGrad):
             return gradients
         return cls([Dense(gradients)], gradients.shape, gradients.dtype)
+
+    @classmethod
+    def stacked(cls, parts: Sequence[FactoredGrad]) -> list[FactoredGrad]:
+        """Put gradients of several outputs of a batch one after the other, if they have a form."""
+        kept = [part._sources for part in parts]
+        whole = stacked([first for first, *_ in kept]) if max(map(len, kept)) == 1 else None
+        if whole is None:
+            return list(parts)
+        first = parts[0]
+        shape = (sum(map(len, parts)), *first.shape[1:])
+        return [cls([whole], shape, first.dtype, first.label)]
 
     @property
     def device(self) -> torch.device:
@@ -242,6 +256,32 @@ class FactoredGrad:
                 norms = cat([(block * block).sum(1) for block in blocks])
             self._norms = norms
         return self._norms.clone()
+
+    @_precisely
+    def square_sums(self, weights: Tensor, bases: Sequence[Tensor] = ()) -> Tensor:
+        """Return weighted sums of the squares of ``(Q_1 ⊗ Q_2 ⊗ …)ᵀ g_n``, ``[N, K]``.
+
+        Args:
+            weights: ``[K, P]``
+            bases: ``[d_1, d_1], [d_2, d_2], …``, or diagonals, for P rows. Default: the identity.
+        """
+        self._check()
+        weights, bases = at_least_single(weights), [at_least_single(basis) for basis in bases]
+        whole, (first, *others) = self, self._sources
+        pair = first.matrix if isinstance(first, Pairs) and not others else None
+        fits = pair is not None and pair.shape == (tuple(map(len, bases)) or pair.shape)
+        if isinstance(first, Pairs) and pair is not None and pair.x is not None and fits:
+            pair = pair.along(*bases) if bases else pair
+            if pair.positions == 1:
+                return pair.square_sums(weights)
+            source = replace(first, parts=[pair])
+            whole, bases = FactoredGrad([source], self.shape, self.dtype, self.label), []
+        back, sums = list(map(transposed, bases)), []
+        for _, block in whole._blocks(self._large_block_size):
+            rows = at_least_single(block)
+            rows = apply_kfac_mat_prod(back, rows.T).T if back else rows
+            sums.append(rows.square() @ weights.T)
+        return cat(sums)
 
     @_precisely
     def weighted_sum(self, weights: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from backpack.core.derivatives import affine, reductions
+from backpack.core.derivatives.memoise import is_same
 from backpack.core.derivatives.vectors import first_of
 from backpack.core.engine import call_products
 from backpack.core.record.context import Context
@@ -161,6 +162,20 @@ class Pair:
         if self.x is None:
             return sizes.flatten()
         return (sizes * at_least_single(self.x).square().sum(-1)).sum(-1).flatten()
+
+    def along(self, left: Tensor, right: Tensor) -> Pair:
+        """Return the pair of ``Q_1ᵀ g Q_2``, at least in single precision; vectors: diagonals."""
+        assert self.x is not None
+        s, x = at_least_single(self.s), at_least_single(self.x)
+        sides = [(s, left.to(s.dtype)), (x, right.to(x.dtype))]
+        return Pair(*[y * q if q.dim() == 1 else y @ q for y, q in sides])
+
+    def square_sums(self, weights: Tensor) -> Tensor:
+        """Return weighted sums of squares, ``[N, K]`` for ``[K, O·I]``, at one position."""
+        assert self.x is not None
+        s, x = at_least_single(self.by_column)[:, :, 0], at_least_single(self.x)[:, 0]
+        of_x = x.square() @ weights.unflatten(1, self.shape).mT  # [K, N, O]
+        return torch.einsum("vno,kno->vnk", s.square(), of_x).flatten(0, 1)
 
     def gram(self, other: Pair) -> Tensor:
         """Return ``sum_tu (s_nt·s_mu) (x_nt·x_mu)``, ``[N, M]``."""
@@ -369,6 +384,23 @@ Source = Dense | Pairs | Cotangents
 def entries_of(source: Source) -> int:
     """Return the number of entries that are kept; others may hold them as well."""
     return sum(t.numel() for t in source.tensors())
+
+
+def stacked(parts: Sequence[Source]) -> Source | None:
+    """Return gradients of several outputs, one after the other; None if they have no such form."""
+    dense = [part.values for part in parts if isinstance(part, Dense)]
+    pairs = [part.matrix for part in parts if isinstance(part, Pairs)]
+    known = [pair for pair in pairs if pair is not None]
+    if len(dense) == len(parts):
+        return Dense(torch.cat(dense))
+    whole = parts[0]
+    if len(known) < len(parts) or not isinstance(whole, Pairs):
+        return None
+    s, each = torch.cat([pair.s for pair in known]), [pair.x for pair in known]
+    x = each[0]
+    if not all(is_same(x, other) for other in each):
+        x = torch.cat([other for other in each if other is not None])
+    return replace(whole, parts=[Pair(s, x)])
 
 
 def square_norms_of_sum(sources: Sequence[Source]) -> Tensor | None:
