@@ -681,7 +681,10 @@ UNMODIFIED: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
     "other precision": (2, lambda loss: (loss.float() * 2).double()),
     "clone": (1, lambda loss: loss.clone()),
     "in place": (3, lambda loss: loss.clone().mul_(3).add_(1)),
-    "lerp of itself": (0.5, lambda loss: loss.mean() * 0.5),
+    "lerp from zero": (0.5, lambda loss: torch.lerp(torch.zeros_like(loss), loss, 0.5)),
+    "lerp of both": (2, lambda loss: torch.lerp(loss, 3 * loss, torch.tensor(0.5).double())),
+    "addcmul": (3, lambda loss: torch.addcmul(loss, loss, torch.tensor(2.0).double())),
+    "addcdiv": (1.5, lambda loss: torch.addcdiv(loss, loss, torch.tensor(2.0).double())),
 }
 
 

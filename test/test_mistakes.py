@@ -1694,6 +1694,16 @@ TERMS: dict[str, Callable[[Tensor], Tensor]] = {
     "not extended layer": lambda z: F.cross_entropy(nn.Linear(4, 4).to(z)(z).relu(), LABELS),
     "best class": lambda z: z.max(1)[0].mean(),
     "not below zero": lambda z: F.cross_entropy(z, LABELS).clamp(min=0),
+    "a number": lambda z: F.cross_entropy(z, LABELS).nan_to_num(),
+    "between two": lambda z: torch.lerp(
+        F.cross_entropy(z, LABELS), F.mse_loss(z, TARGET), torch.tensor(0.3)
+    ),
+    "a multiple more": lambda z: torch.addcmul(
+        F.cross_entropy(z, LABELS), torch.tensor(0.3), F.mse_loss(z, TARGET)
+    ),
+    "a fraction more": lambda z: torch.addcdiv(
+        F.cross_entropy(z, LABELS), F.mse_loss(z, TARGET), torch.tensor(3.0)
+    ),
 }
 MIXED_TERMS: dict[str, Callable[[Tensor], Tensor]] = {
     "centred": lambda z: F.cross_entropy(z - z.mean(0), LABELS),
@@ -1712,9 +1722,18 @@ MIXED_TERMS: dict[str, Callable[[Tensor], Tensor]] = {
     "logarithm of a sum": lambda z: -z.exp().sum().log() / N,
     "product": lambda z: F.mse_loss(z, TARGET) * z.square().mean(),
     "powers of the mean": lambda z: (z.square().mean() ** TARGET).sum(),
+    "product added": lambda z: torch.addcmul(z.sum(), F.mse_loss(z, TARGET), z.square().mean()),
+    "learned mixture": lambda z: torch.lerp(z.sum(), F.mse_loss(z, TARGET), z.square().mean()),
 }
 # of these, functions before the last numbers keep the samples apart
-MIXING_NUMBERS = ["root of the mean", "dice", "norm", "logarithm of a sum", "product"]
+MIXING_NUMBERS = [
+    "root of the mean",
+    "dice",
+    "norm",
+    "logarithm of a sum",
+    "product",
+    "product added",
+]
 UNDECIDED_TERMS: dict[str, Callable[[Tensor], Tensor]] = {
     "largest": lambda z: F.cross_entropy(z, LABELS, reduction="none").topk(2)[0].mean(),
     "flooding": lambda z: (F.cross_entropy(z, LABELS) - 0.1).abs(),
@@ -1723,6 +1742,7 @@ UNDECIDED_TERMS: dict[str, Callable[[Tensor], Tensor]] = {
         lambda t: (t - t.mean(0)).exp().sum(), z, use_reentrant=False
     ),
     "not below zero": TERMS["not below zero"],
+    "a number": TERMS["a number"],
 }
 
 

@@ -36,14 +36,20 @@ SELECTING = words(
 )
 # Functions that choose entries by masks or numbers.
 CHOOSING = words("Index IndexSelect MaskedSelect")
-# Linear in one input for fixed others.
-BILINEAR = words("Addmm Baddbmm Bmm Convolution Div Dot Mm Mul Mv")
+# Linear in each input for fixed others, and in those of one set together.
+BILINEAR = words("Bmm Convolution Dot Mm Mul Mv")
+TOGETHER: dict[str, tuple[set[int], ...]] = {
+    "Div": ({0},),
+    "Lerp": ({0, 1}, {2}),
+    "Addcdiv": ({0, 1},),
+    **dict.fromkeys(("Addcmul", "Addmm", "Baddbmm"), ({0, 1}, {0, 2})),
+}
 # Linear, though they store their input.
 LINEAR = words("Nansum NllLoss NllLoss2D")
 # Sums of functions of rows.
 ROWWISE = words("MultiMarginLoss MultilabelMarginLoss")
 # Linear on either side of a point, which a loss as a whole may never come to.
-KINKED = words("Abs Clamp ClampMax ClampMin Maximum Minimum Relu")
+KINKED = words("Abs Clamp ClampMax ClampMin Maximum Minimum NanToNum Relu")
 # Of each entry, but an argument may have fewer entries than the result.
 EXPANDING = words("Add Div Expand Mul Rsub Sub")
 # How many structures of losses are remembered.
@@ -290,6 +296,12 @@ def _carrying(path: Path) -> set[Any]:
     return found
 
 
+def is_linear_in(name: str, inputs: Sequence[int]) -> bool:
+    """Whether a function of several inputs is linear in some of them, for fixed others."""
+    together = TOGETHER.get(name, [set(inputs)] if name in BILINEAR and len(inputs) == 1 else [])
+    return any(own.issuperset(inputs) for own in together)
+
+
 def _is_linear(node: Any, carriers: Sequence[int]) -> bool | None:
     """Whether a function is linear in what depends on samples; None if that is not known."""
     name = kind(node)
@@ -299,8 +311,8 @@ def _is_linear(node: Any, carriers: Sequence[int]) -> bool | None:
         return None
     if name in SELECTING:
         return False
-    if name in BILINEAR and len(carriers) == 1:
-        return name != "Div" or carriers[0] == 0
+    if is_linear_in(name, carriers):
+        return True
     if not is_unpacked(node):
         return None
     return not any(x.requires_grad for x in saved_tensors(node))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import Module
 
-from backpack.core.engine.loss_terms import BILINEAR
+from backpack.core.engine.loss_terms import is_linear_in
 from backpack.core.engine.plan import Plan
 from backpack.core.engine.spread import words
 from backpack.core.record.module_state import describe
@@ -95,10 +95,9 @@ def _nonlinear_node(
         if above and not parents:
             continue
         name = node.name().partition("Backward")[0]
-        product = name in BILINEAR and len(parents) == 1
-        if name == "Div":  # a constant divided by the loss is no multiple of it
-            product = product and node.next_functions[0] in parents
-        if not (product or name in LINEAR_NODES or name.startswith("View")):
+        inputs = [i for i, one in enumerate(node.next_functions) if one in parents]
+        is_sum = name in LINEAR_NODES or name.startswith("View")
+        if not (is_sum or is_linear_in(name, inputs)):
             return node.name()
         stack += parents
     return None
