@@ -1281,6 +1281,10 @@ def test_positions_expanded_for_as_many_samples() -> None:
     model = extend(OfConstants(lambda m, x: x * m.table(positions.expand(len(x), 3)).mean(1)))
     loss = extend(nn.MSELoss())(model(torch.rand(3, 3)), torch.zeros(3, 2))
     assert not what_is_told(loss)
+    model = OfConstants(lambda m, x: x * m.layer(m.positions.expand(len(x), 3, 3)).mean(1))
+    model.register_buffer("positions", torch.rand(3, 3))
+    loss = extend(nn.MSELoss())(extend(model)(torch.rand(3, 3)), torch.zeros(3, 2))
+    assert not what_is_told(loss)
 
 
 @pytest.mark.parametrize("converter", ["record", True])

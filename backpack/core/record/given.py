@@ -104,11 +104,17 @@ class Given:
         rows = {size for known in self.tensors for size, _ in known.places(axes)}
         if place[0] < 2 or place[0] not in rows:  # known by that
             return False
-        if not (place[1] or is_argument or has_numbers(x)):  # positions, expanded for all samples
+        is_position = not (is_argument or has_numbers(x))
+        if not place[1] and (is_position or self._holds(read)):  # expanded for all samples
             return False
         if is_argument or not is_computed or axis or read.has_outer_rows:
             return is_argument
         return all(known.has_outer_rows for known in self.tensors)
+
+    def _holds(self, read: Strided) -> bool:
+        """Whether what is read is a view of a buffer."""
+        buffers = (x for x in self.module.buffers() if x.layout is torch.strided)
+        return any(Strided(x).memory == read.memory for x in buffers)
 
 
 def mark_model(module: Module, is_one: bool = True) -> None:
