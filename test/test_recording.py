@@ -2515,4 +2515,5 @@ def test_exported_models_are_recorded(is_part: bool) -> None:
         exported, plain = nn.Sequential(exported, nn.Tanh()), nn.Sequential(plain, nn.Tanh())
     with pytest.raises(ConversionError, match=r"torch\.export.*use_converter='record'"):
         extend(exported, use_converter="trace")
-    check(exported, X, y, plain, ["grad_batch", "diag_ggn_exact", "diag_h"], use_converter=True)
+    fields = ["grad_batch", "diag_ggn_exact", "diag_h", "kflr"]
+    check(exported, X, y, plain, fields, use_converter=True)

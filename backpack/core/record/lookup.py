@@ -88,6 +88,17 @@ for _row in TABLE:
     for _name in _row.functions.split():
         _add(_name, _row)
 
+# Operators that torch.export puts in the place of functions with the same arguments.
+OPERATORS = (
+    "linear.default matmul.default mm.default addmm.default conv1d.default conv2d.default "
+    "conv3d.default conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input "
+    "relu.default tanh.default sigmoid.default gelu.default silu.default"
+)
+for _name in OPERATORS.split():
+    _packet, _overload = _name.split(".")
+    _function = getattr(F, _packet, None) or getattr(torch, _packet)
+    FUNCTIONS[getattr(getattr(torch.ops.aten, _packet), _overload)] = FUNCTIONS[_function]
+
 
 def set_item(input: Tensor, index: Any, value: Any) -> Tensor:
     """Return a copy of ``input`` after ``input[index] = value``."""
