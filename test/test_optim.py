@@ -824,6 +824,48 @@ def test_bfloat16(make: Any) -> None:
     assert_close(*models, rtol=2e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("factored", [True, False])
+def test_small_damping_in_low_precision(factored: bool) -> None:
+    """What a step multiplies with 1 / λ is not the rounding of averages and eigenvectors."""
+    factors, steps = [], []
+    for size in (6, 5):
+        basis, _ = torch.linalg.qr(torch.randn(size, size).double())
+        factors.append(basis * torch.logspace(0, -2, size).double() @ basis.T)
+    for dtype in (torch.float64, torch.bfloat16):
+        p = nn.Parameter(torch.zeros(6, 5, dtype=dtype))
+        optimiser = KFAC([p], 1.0, 1e-4, factored=factored, kl_clip=None)
+        for scale in (1, 0.99, 1.01):
+            rounded = [(scale * f).bfloat16().to(dtype) for f in factors]
+            vars(p)["kfac"] = [(f + f.T) / 2 for f in rounded]
+            p.grad = (factors[0][:, :1] @ factors[1][:1]).bfloat16().to(dtype)
+            optimiser.step()
+        steps.append(p.detach().double())
+    assert (steps[1] - steps[0]).norm() < 5e-3 * steps[0].norm()
+
+
+@pytest.mark.parametrize("make", [DiagGGN, KFAC, partial(KFAC, ekfac=True)])
+def test_state_in_low_precision_is_loaded_as_it_was(make: Any) -> None:
+    """Torch rounds it to the precision of the parameters."""
+    found = []
+    for loads in (False, True):
+        model = network().bfloat16()
+        optimiser = make(model.parameters())
+        for seed in range(4):
+            if loads and seed == 2:
+                before, optimiser = optimiser, make(model.parameters())
+                optimiser.load_state_dict(copy.deepcopy(before.state_dict()))
+            torch.manual_seed(seed)
+            optimiser.zero_grad()
+            output = model(torch.rand(6, 3).bfloat16())
+            with backpack(*optimiser.extensions):
+                extend(nn.MSELoss())(output, torch.rand_like(output)).backward()
+            optimiser.step()
+        averages = [state["gradient"] for state in optimiser.state.values()]
+        assert {average.dtype for average in averages} == {torch.float32}
+        found.append([*model.parameters(), *averages])
+    assert_close(*found, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("make", [DiagGGN, KFAC, partial(KFAC, ekfac=True), SOAP])
 def test_steps_inside_of_autocast(make: Any) -> None:
     """They are those outside: in the precision of the parameters."""

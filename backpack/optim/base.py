@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from inspect import signature
 from typing import Any, ClassVar
 from weakref import ref
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from backpack import backpack
 from backpack.core.engine.checks import check_one_process
@@ -75,6 +77,21 @@ def state_behind_hooks(optimizer: Optimizer, load: Callable[[], Any]) -> dict[st
     finally:
         last.remove()
     return found[0]
+
+
+def load_wide_state(optimizer: Optimizer, load: Callable[[], Any]) -> None:
+    """Load a state in the precision that steps are computed in, single precision at least.
+
+    Torch rounds it to that of the parameters.
+    """
+    state_dict = state_behind_hooks(optimizer, load)
+    saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, p in zip(saved, own, strict=True):
+        if number in state_dict["state"]:
+            wide = torch.promote_types(p.dtype, torch.float32)
+            to = partial(Tensor.to, device=p.device, dtype=wide)
+            optimizer.state[p] = tree_map_only(Tensor, to, state_dict["state"][number])
 
 
 class ExtensionOptimizer(Optimizer):

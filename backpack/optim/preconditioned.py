@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -13,7 +14,13 @@ from backpack.core.engine.results import contain_used, note_step, noted
 from backpack.core.values import at_least_single
 from backpack.distributed.shards import whole
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.optim.base import Closure, ExtensionOptimizer, Group, check_betas
+from backpack.optim.base import (
+    Closure,
+    ExtensionOptimizer,
+    Group,
+    check_betas,
+    load_wide_state,
+)
 from backpack.utils.autocast import without_autocast
 from backpack.utils.warning import warn
 
@@ -28,7 +35,8 @@ def updated_average(average: Tensor | None, value: Tensor, beta: float, count: i
     """Return an exponential moving average that has no bias from its start, with a new value.
 
     ``(1 - β) sum_s β^(t-s) v_s / (1 - β^t)`` equals ``v_1`` for t = 1, and moves by the fraction
-    ``(1 - β) / (1 - β^t)`` of its distance to ``v_t``.
+    ``(1 - β) / (1 - β^t)`` of its distance to ``v_t``. It is at least in single precision, in which
+    small changes count, and small eigenvalues are more than rounding.
 
     Args:
         average: The average of the values before; None for the first one.
@@ -36,6 +44,7 @@ def updated_average(average: Tensor | None, value: Tensor, beta: float, count: i
         beta: Forgetting factor β in [0, 1).
         count: Number of values t, the new one included.
     """
+    value = at_least_single(value)
     if average is None:
         return value.clone()
     if average.shape != value.shape:
@@ -114,6 +123,14 @@ class PreconditionedOptimizer(ExtensionOptimizer):
         check_betas({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict()`` has returned, in the precision of the averages.
+
+        Args:
+            state_dict: The state.
+        """
+        load_wide_state(self, partial(super().load_state_dict, state_dict))
+
     @property
     def works_on_processes(self) -> bool:
         """Return True, if the quantity is that of all: that is found out in the step."""
@@ -151,6 +168,7 @@ class PreconditionedOptimizer(ExtensionOptimizer):
         used = dict(self._used)
         try:
             for group, p, grad in self._trained():
+                grad = at_least_single(grad)
                 state = dict(self.state.get(p, {}))  # becomes that of the optimiser in the end
                 self._average(group, p, state, grad.add(p, alpha=group["weight_decay"]))
                 trained.append(Trained(group, p, state, grad))

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from backpack.core.values import at_least_single
 from backpack.distributed.shards import own_part, whole
@@ -19,8 +18,8 @@ from backpack.optim.base import (
     Group,
     check_betas,
     check_options,
+    load_wide_state,
     refuse_model,
-    state_behind_hooks,
 )
 from backpack.utils.autocast import without_autocast
 from backpack.utils.kroneckers import eigh_semidefinite
@@ -141,14 +140,7 @@ class SOAP(Optimizer):
         Args:
             state_dict: The state.
         """
-        # which rounds to the precision of the parameters
-        state_dict = state_behind_hooks(self, partial(super().load_state_dict, state_dict))
-        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
-        own = [p for group in self.param_groups for p in group["params"]]
-        for number, p in zip(saved, own, strict=True):
-            if number in state_dict["state"]:
-                to = partial(Tensor.to, device=p.device, dtype=_precision(p))
-                self.state[p] = tree_map_only(Tensor, to, state_dict["state"][number])
+        load_wide_state(self, partial(super().load_state_dict, state_dict))
 
     def _check(self, p: Tensor, grad: Tensor) -> None:
         if grad.is_sparse:
