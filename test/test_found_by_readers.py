@@ -3572,3 +3572,36 @@ def test_the_only_use_of_a_weight_has_no_positions(kind: Any, approximation: Any
         for factor in known:
             assert factor.isfinite().all()
             assert factor.any() == name.startswith("rest")
+
+
+@pytest.mark.parametrize("is_extended", [False, True])
+def test_learned_weights_of_losses(is_extended: bool) -> None:
+    """Losses with learned variances (Kendall et al.): the module that combines them is no loss."""
+
+    class Combined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log_variances = nn.Parameter(torch.rand(2))
+
+        def forward(self, *losses: Tensor) -> Tensor:
+            s = self.log_variances
+            return ((-s).exp() * torch.stack(losses) + s).sum()
+
+    model, combined, X = mlp(), Combined(), torch.rand(N, 3)
+    losses = [nn.MSELoss(), nn.CrossEntropyLoss()]
+    targets = [torch.zeros_like(model(X)), torch.zeros(N).long()]
+    pairs = list(zip(losses, targets, strict=True))
+    diagonals = [oracle.ggn_diag(model, loss, X, target)[0] for loss, target in pairs]
+    weights = (-combined.log_variances).exp().tolist()
+    y = extend(model)(X)
+    values = [extend(loss)(y, target) for loss, target in pairs]
+    total = (extend(combined) if is_extended else combined)(*values)
+    with warnings.catch_warnings(), backpack(extensions.DiagGGNExact()):
+        warnings.simplefilter("error")
+        if is_extended:
+            with pytest.raises(ValueError, match=r"outside of extended modules.*learned"):
+                total.backward()
+            return
+        total.backward()
+    first, *_ = model.parameters()
+    assert_close(first.diag_ggn_exact, weights[0] * diagonals[0] + weights[1] * diagonals[1])

@@ -45,7 +45,11 @@ def check_losses(
         for mark in call.origins_in:
             producer = plan.producers.get(mark)
             if producer is not None and producer.call in plan.after_loss:
-                raise ValueError(f"{call!r} has the value of another extended loss as its input.")
+                raise ValueError(
+                    f"{call!r} has the value of another extended loss as its input. Combine losses "
+                    "outside of extended modules: their sums and multiples, also by learned "
+                    "weights, need none."
+                )
     losses = {o for call in plan.losses for o in call.origins_out}
     changes = [_nonlinear_node(root, losses, plan.uses) for root in roots] if losses else []
     for change in changes:
@@ -98,7 +102,7 @@ def _nonlinear_node(
         inputs = [i for i, one in enumerate(node.next_functions) if one in parents]
         is_sum = name in LINEAR_NODES or name.startswith("View")
         if not (is_sum or is_linear_in(name, inputs)):
-            return node.name()
+            return "a parameter" if hasattr(node, "variable") else node.name()
         stack += parents
     return None
 
