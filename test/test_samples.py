@@ -1287,6 +1287,16 @@ def test_positions_expanded_for_as_many_samples() -> None:
     assert not what_is_told(loss)
 
 
+@pytest.mark.parametrize("held", [True, False])
+def test_data_in_a_buffer_is_data(held: bool) -> None:
+    """What all samples read of all of them mixes them, also where a buffer of the model has it."""
+    model = OfConstants(lambda m, x: m.layer(x.expand(3, 3, 3)).mean(1))
+    model.register_buffer("data", torch.rand(3, 3))
+    x = model.data if held else torch.rand(3, 3)
+    loss = extend(nn.MSELoss())(extend(model)(x), torch.zeros(3, 2))
+    assert "mixes the samples" in what_is_told(loss)
+
+
 @pytest.mark.parametrize("converter", ["record", True])
 @pytest.mark.parametrize("samples", [2, 3])
 @pytest.mark.parametrize("name", FIRST)

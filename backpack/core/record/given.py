@@ -104,8 +104,8 @@ class Given:
         rows = {size for known in self.tensors for size, _ in known.places(axes)}
         if place[0] < 2 or place[0] not in rows:  # known by that
             return False
-        is_position = not (is_argument or has_numbers(x))
-        if not place[1] and (is_position or self._holds(read)):  # expanded for all samples
+        is_expanded = not (place[1] or is_argument)  # for all samples
+        if is_expanded and (not has_numbers(x) or self._holds(read)):  # positions, or a constant
             return False
         if is_argument or not is_computed or axis or read.has_outer_rows:
             return is_argument
