@@ -577,3 +577,30 @@ def test_block_of_a_convolution_without_samples(
         close(kfacs_to_mat(p.kflr), block)
         close(p.ekfac.dense(), block)
         assert [factor.shape for factor in p.kfra] == [block.shape]
+
+
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "expand": lambda table: table.expand(N, -1, -1),
+    "stack": lambda table: torch.stack([table[0]] * N),
+    "cat": lambda table: torch.cat([table] * N),
+    "cat of views": lambda table: torch.cat([table[:1] for _ in range(N)]),
+}
+
+
+@pytest.mark.parametrize("converter", [True, "record", False])
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_of_a_buffer_are_rows_of_samples(name: str, converter: Any) -> None:
+    """Where functions are recorded, the factor was N times as large for those that were joined."""
+
+    class Copied(Table):
+        def forward(self, x: Tensor) -> Tensor:
+            copies = COPIES[name](self.table)
+            return self.head((self.first(x) * self.layer(copies)).flatten(1))
+
+    model, X = Copied(nn.Linear(5, 5)).double(), torch.rand(N, 4, 5, dtype=torch.float64)
+    loss = extend(nn.CrossEntropyLoss())(
+        extend(model, use_converter=converter)(X), torch.arange(N) % 2
+    )
+    with backpack(KFLR()):
+        loss.backward()
+    close(model.layer.weight.kflr[1], model.table[0].T @ model.table[0])

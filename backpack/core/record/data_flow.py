@@ -26,6 +26,7 @@ from backpack.core.record.data_notes import (
     end_call,
     has_numbers,
     layout_of,
+    memory_of,
     mixed_by,
     note,
     note_mixed,
@@ -48,6 +49,8 @@ from backpack.custom_module.parameter_module import ParameterModule
 FUNCTIONS = (FunctionModule, ParameterModule)
 # Functions that write all entries of a tensor several times, one behind the other.
 REPEATS = {"repeat", "tile"}
+# What does so with several copies of a tensor.
+JOINS = {"cat", "concat", "concatenate", "stack"}
 # What makes nested and sparse tensors dense.
 FILLING_UP = {"to_dense", "to_padded_tensor"}
 OnMiss = Callable[[str, Iterable[Parameter]], None]
@@ -457,7 +460,8 @@ def note_unbatched(
     for y in outputs:
         by_index = what == MOVES and has_numbers(y)
         layout = unbatched(next((why for x, why in lost if has_numbers(x) or not by_index), None))
-        if name in REPEATS:
+        is_of_copies = name in JOINS and len(y) > 1 and _are_copies(tensors)
+        if name in REPEATS or is_of_copies:
             alike = y.dim() > tensors[0].dim() or tensors[0].shape[:1] == (1,)
         else:  # as expand leaves them
             alike = FORM(y) in DENSE and y.shape[:1] > (1,) and y.stride(0) == 0
@@ -465,6 +469,13 @@ def note_unbatched(
         if not (layout.is_constant or layout.lost):
             layout = of_tables(tensors, known, y.shape, what == ENTRIES) or layout
         note(y, layout)
+
+
+def _are_copies(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors are one, or views of the same entries."""
+    if not all(map(is_dense, tensors)):
+        return False
+    return len({(memory_of(x) or id(x), x.stride()) for x in tensors}) == 1
 
 
 def of_tables(
