@@ -193,3 +193,13 @@ def test_factors_that_are_neither() -> None:
         KroneckerOperator([[torch.ones(2, 3)]])
     with pytest.raises(ValueError, match="got shapes"):
         KroneckerOperator([[torch.ones(2, 2, 2)]])
+
+
+def test_blocks_that_are_no_lists() -> None:
+    """Of a generator, and stacked factors of one size; one matrix would be read as diagonals."""
+    A, B = torch.tensor([[2.0, 1.0], [1.0, 3.0]]), torch.tensor([[1.0, 0.0], [0.0, 4.0]])
+    whole = torch.block_diag(torch.kron(A, B), A)
+    assert torch.equal(KroneckerOperator(block for block in [[A, B], [A]]).to_dense(), whole)
+    assert torch.equal(KroneckerOperator([torch.stack([A, B]), [A]]).to_dense(), whole)
+    with pytest.raises(ValueError, match="got a tensor of shape"):
+        KroneckerOperator(block for block in [A, B])

@@ -215,7 +215,8 @@ class KroneckerOperator(SpectralOperator):
     """
 
     def __init__(self, factors: Blocks, order: Tensor | None = None):
-        alone: Any = next((block for block in factors if isinstance(block, Tensor)), None)
+        factors = list(factors)
+        alone: Any = next((b for b in factors if isinstance(b, Tensor) and b.dim() == 2), None)
         if alone is not None:  # whose rows would be diagonals
             raise ValueError(
                 "Expected a list of Kronecker factors for each block, got a tensor of shape "
