@@ -912,6 +912,28 @@ def test_errors_of_functions_reach_those_who_multiply_several_vectors() -> None:
     assert told.value.__context__ is None
 
 
+class TellsOfNumpy(torch.autograd.Function):
+    """Twice its input, whose backward pass has words of its own for what torch refuses."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        try:
+            return torch.from_numpy(2 * grad.numpy())
+        except RuntimeError as error:
+            raise RuntimeError("This function needs plain tensors.") from error
+
+
+def test_functions_that_tell_of_what_cannot_be_vectorised() -> None:
+    x, vectors = torch.rand(4).requires_grad_(), torch.rand(3, 4)
+    y = TellsOfNumpy.apply(x)  # type: ignore[no-untyped-call]
+    (products,) = vjp((y,), (x,), (vectors,), several=True)
+    assert torch.equal(products, 2 * vectors)
+
+
 @pytest.mark.parametrize("is_debugged", [False, True])
 def test_products_with_several_vectors_that_cannot_be_vectorised(is_debugged: bool) -> None:
     """Functions that look at gradients, and anomaly detection, which does: one after the other."""

@@ -114,8 +114,11 @@ def vjp(
 def _is_of_program(error: BaseException) -> bool:
     """Whether a ``raise`` outside of torch has raised an error.
 
-    What torch cannot vectorise, it says itself, in a function of C or in one of its own.
+    What torch cannot vectorise, it says itself, in a function of C or in one of its own, which
+    another error may tell of.
     """
+    while earlier := error.__cause__ or error.__context__:
+        error = earlier
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
