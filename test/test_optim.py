@@ -2411,3 +2411,20 @@ def test_hooks_of_private_optimisers_change_what_is_loaded() -> None:
     optimiser.register_load_state_dict_pre_hook(faster)
     optimiser.load_state_dict(optimiser.state_dict())
     assert optimiser.param_groups[0]["lr"] == inner.param_groups[0]["lr"] == 7
+
+
+@pytest.mark.parametrize("make", [KFAC, DiagGGN, SOAP])
+def test_hooks_after_loading_have_the_last_word(make: Any) -> None:
+    model, lossfunc = extend(nn.Linear(3, 2)), extend(nn.MSELoss())
+    optimiser = make(model.parameters())
+    with backpack(*getattr(optimiser, "extensions", ())):
+        lossfunc(model(torch.rand(5, 3)), torch.rand(5, 2)).backward()
+    optimiser.step()
+
+    def older(loaded: torch.optim.Optimizer) -> None:
+        for state in loaded.state.values():
+            state["step"] = 7
+
+    optimiser.register_load_state_dict_post_hook(older)
+    optimiser.load_state_dict(optimiser.state_dict())
+    assert [state["step"] for state in optimiser.state.values()] == [7, 7]

@@ -68,14 +68,25 @@ def check_betas(group: Group) -> None:
         raise ValueError(f"betas have to be at least 0 and less than 1, got {group['betas']}.")
 
 
-def state_behind_hooks(optimizer: Optimizer, load: Callable[[], Any]) -> dict[str, Any]:
-    """Load a state, and return what the optimiser's hooks before loading have made of it."""
+def state_behind_hooks(
+    optimizer: Optimizer,
+    load: Callable[[], Any],
+    then: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Load a state, and return what the optimiser's hooks before loading have made of it.
+
+    ``then`` gets that as well, before the hooks after loading, which have the last word.
+    """
     found: list[dict[str, Any]] = []
-    last = optimizer.register_load_state_dict_pre_hook(lambda _, state: found.append(state))
+    hooks = (
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: found.append(state)),
+        optimizer.register_load_state_dict_post_hook(lambda _: then(found[0]), prepend=True),
+    )
     try:
         load()
     finally:
-        last.remove()
+        for hook in hooks:
+            hook.remove()
     return found[0]
 
 
@@ -84,14 +95,17 @@ def load_wide_state(optimizer: Optimizer, load: Callable[[], Any]) -> None:
 
     Torch rounds it to that of the parameters.
     """
-    state_dict = state_behind_hooks(optimizer, load)
-    saved = [number for group in state_dict["param_groups"] for number in group["params"]]
-    own = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, p in zip(saved, own, strict=True):
-        if number in state_dict["state"]:
-            wide = torch.promote_types(p.dtype, torch.float32)
-            to = partial(Tensor.to, device=p.device, dtype=wide)
-            optimizer.state[p] = tree_map_only(Tensor, to, state_dict["state"][number])
+
+    def widen(state_dict: dict[str, Any]) -> None:
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        for number, p in zip(saved, own, strict=True):
+            if number in state_dict["state"]:
+                wide = torch.promote_types(p.dtype, torch.float32)
+                to = partial(Tensor.to, device=p.device, dtype=wide)
+                optimizer.state[p] = tree_map_only(Tensor, to, state_dict["state"][number])
+
+    state_behind_hooks(optimizer, load, widen)
 
 
 class ExtensionOptimizer(Optimizer):
