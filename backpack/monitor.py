@@ -171,7 +171,7 @@ class Monitor:
         self._model, self._parameters = model, _trainable(model)
         if not self._parameters:
             raise ValueError(f"{type(model).__name__} has no parameter with requires_grad=True.")
-        if every < 1 or every % 1:
+        if every < 1 or every % 1 > 0:
             raise ValueError(
                 f"every is a whole number, 1 (write in each step) or more, but not {every}."
             )

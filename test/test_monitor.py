@@ -223,6 +223,7 @@ def test_errors_say_what_to_do(model: Any, tmp_path: Path) -> None:
         Monitor(model, ["grad.norm"], writer, every=0)
     with pytest.raises(ValueError, match=r"a whole number, .* but not 1\.5"):
         Monitor(model, ["grad.norm"], writer, every=1.5)  # type: ignore[arg-type]
+    Monitor(model, ["grad.norm"], writer, every=math.inf)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"CSVWriter\(path\) .*got 'log.csv'"):
         Monitor(model, ["grad.norm"], "log.csv")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a function of parameters, got 3"):

@@ -2428,3 +2428,23 @@ def test_hooks_after_loading_have_the_last_word(make: Any) -> None:
     optimiser.register_load_state_dict_post_hook(older)
     optimiser.load_state_dict(optimiser.state_dict())
     assert [state["step"] for state in optimiser.state.values()] == [7, 7]
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(KFAC, "curvature_every"), (DiagGGN, "curvature_every"), (SOAP, "bases_every")],
+)
+def test_infinite_intervals_are_those_of_what_is_done_once(make: Any, name: str) -> None:
+    X, y = torch.rand(5, 3), torch.rand(5, 2)
+    found = []
+    for interval in (inf, 1000):
+        torch.manual_seed(0)
+        model, lossfunc = extend(nn.Linear(3, 2)), extend(nn.MSELoss())
+        optimiser = make(model.parameters(), **{name: interval})
+        for _ in range(4):
+            optimiser.zero_grad()
+            with backpack(*getattr(optimiser, "extensions", ())):
+                lossfunc(model(X), y).backward()
+            optimiser.step()
+        found.append(model.weight.detach().clone())
+    assert torch.equal(*found)

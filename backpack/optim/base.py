@@ -52,7 +52,7 @@ def check_options(
         if not group[name] > least:
             raise ValueError(f"{name} has to be larger than {least}, got {group[name]}.")
     for name in at_least:
-        if name.endswith("_every") and group[name] % 1:
+        if name.endswith("_every") and group[name] % 1 > 0:
             raise ValueError(f"{name} is a whole number of steps, got {group[name]}.")
 
 
