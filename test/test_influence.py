@@ -466,6 +466,7 @@ def test_top() -> None:
         assert_close(numbers, order)
         assert_close(values, scores.gather(1, order))
         assert_close(influence.top(3, scores, harmful), (values, numbers))
+        assert_close(influence.top(torch.tensor(3), scores, harmful), (values, numbers))  # type: ignore[arg-type]
     assert (values < 0).any() or scores.min() >= 0
     with pytest.raises(ValueError, match="less than 10 samples: 9"):
         influence.top(10, queries)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from math import isclose
-from numbers import Integral
+from operator import index
 from pathlib import Path
 from typing import Any, Literal
 
@@ -138,10 +138,12 @@ class Attribution:
                 number of axes.
             TypeError: If k is no whole number.
         """
-        if not isinstance(k, Integral):
+        try:
+            k = index(k)
+        except TypeError as error:
             raise TypeError(
                 f"k is how many samples to find, got {type(k).__name__}: call top(k, queries)."
-            )
+            ) from error
         if k < 1:
             raise ValueError(f"k has to be at least 1, got {k}.")
         sign = -1.0 if harmful else 1.0
