@@ -595,7 +595,7 @@ def test_copies_of_a_buffer_are_rows_of_samples(name: str, converter: Any) -> No
     class Copied(Table):
         def forward(self, x: Tensor) -> Tensor:
             copies = COPIES[name](self.table)
-            return self.head((self.first(x) * self.layer(copies)).flatten(1))
+            return self.head((self.first(x) + self.layer(copies)).flatten(1))
 
     model, X = Copied(nn.Linear(5, 5)).double(), torch.rand(N, 4, 5, dtype=torch.float64)
     loss = extend(nn.CrossEntropyLoss())(
