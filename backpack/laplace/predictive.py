@@ -52,7 +52,7 @@ class Predictive(Posterior):
     ) -> tuple[Tensor, Tensor]:
         """Return mean ``[N, C]`` and what a closed form reads of each covariance, ``[N, D, K]``.
 
-        That are the variances of the outputs; for the bridge, those of :func:`centred` ones.
+        These are the variances of the outputs; for the bridge, those of :func:`centred` ones.
         """
         self._check_bridge(method)
         self._check_mean()

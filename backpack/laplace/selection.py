@@ -129,7 +129,7 @@ class Laplace(Predictive):
                 if weight := objective.weight(X, output, targets):
                     mean, variances = self._variances(X, posteriors, method)
                     given = output, targets, method
-                    each = [self._loss_of(mean, own, *given) for own in variances.unbind(2)]
+                    each = [self._loss_of(mean, one, *given) for one in variances.unbind(2)]
                     factor = 1.0 if self._is_normal else weight
                     totals += factor * torch.stack(each).to(totals)
                     weights += weight
