@@ -29,7 +29,7 @@ from backpack.core.record.data_flow import (
     of_tables,
     tensors_in,
 )
-from backpack.core.record.data_notes import before_repeated, memory_of, number_of_samples
+from backpack.core.record.data_notes import before_repeated, number_of_samples, view_of
 from backpack.core.record.generators import evaluated_alike
 from backpack.core.record.kinds import CASTS, ENTRIES
 from backpack.core.record.layout import Layout, unbatched
@@ -279,7 +279,7 @@ class FunctionDerivatives(AutomaticDerivatives):
             return None
         leaves = [*call.inputs]
         # copies in a list are one tensor, or views of it
-        keys = {k: (memory_of(x) or id(x), x.stride()) for k, x in enumerate(leaves) if is_real(x)}
+        keys = {k: view_of(x) for k, x in enumerate(leaves) if is_real(x)}
         different = {key: leaves[k] for k, key in keys.items()}
         if sum(x.numel() for x in different.values()) >= shape.numel():
             return None  # such as a weight that is transposed: nothing is drawn for it

@@ -26,13 +26,13 @@ from backpack.core.record.data_notes import (
     end_call,
     has_numbers,
     layout_of,
-    memory_of,
     mixed_by,
     note,
     note_mixed,
     noted,
     recounted,
     running,
+    view_of,
 )
 from backpack.core.record.kinds import ENTRIES, MOVES
 from backpack.core.record.layout import Layout, unbatched
@@ -473,9 +473,7 @@ def note_unbatched(
 
 def _are_copies(tensors: Sequence[Tensor]) -> bool:
     """Whether tensors are one, or views of the same entries."""
-    if not all(map(is_dense, tensors)):
-        return False
-    return len({(memory_of(x) or id(x), x.stride()) for x in tensors}) == 1
+    return all(map(is_dense, tensors)) and len(set(map(view_of, tensors))) == 1
 
 
 def of_tables(

@@ -195,6 +195,11 @@ def memory_of(tensor: Tensor) -> Any:
         return None
 
 
+def view_of(tensor: Tensor) -> Any:
+    """Return what a tensor and others that view the same entries in the same way have in common."""
+    return memory_of(tensor) or id(tensor), tensor.stride()
+
+
 def _notes_with(tensor: Tensor) -> dict[int, Note]:
     """Return the notes of the innermost call that was given a tensor, else those of all data."""
     key = id(tensor)
