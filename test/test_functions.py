@@ -604,6 +604,40 @@ def test_functions_that_are_affine_for_small_numbers_alone(scale: float) -> None
             torch.testing.assert_close(p.diag_h, value)
 
 
+class BentWithoutGraph(Bent):
+    """As well, but its backward pass has no graph."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        with torch.no_grad():
+            return grad * 2
+
+
+class OfFunction(nn.Module):
+    """A function alone."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, *] -> [N, *]."""
+        return self.function.apply(x)
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize("function", [Bent, BentWithoutGraph])
+def test_products_with_functions_that_are_once_differentiable(function: Any) -> None:
+    """Autograd multiplies with the Jacobian by a second derivative: products were zero."""
+    model = extend(nn.Sequential(nn.Linear(3, 3), OfFunction(function), nn.Linear(3, 2)))
+    loss = extend(nn.MSELoss())(model(torch.rand(5, 3)), torch.rand(5, 2))
+    with backpack(extensions.GGNMP()):
+        loss.backward()
+    weight = model[0].weight
+    with pytest.raises(NotImplementedError, match=rf"'1' .* function {function.__name__} cannot"):
+        weight.ggnmp(torch.rand(1, *weight.shape))
+
+
 @pytest.mark.filterwarnings("ignore:No rule for")
 @pytest.mark.parametrize("extension", [extensions.DiagHessian, extensions.HMP])
 def test_functions_without_a_second_derivative_are_named(

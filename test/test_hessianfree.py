@@ -362,3 +362,68 @@ def test_ggn_vector_product_errors() -> None:
         ggn_vector_product(loss, output, model, v[::-1])
     with pytest.raises(RuntimeError, match=r"does not depend on the output\. .*another call"):
         ggn_vector_product(loss, model(X), model, v)
+
+
+class Cube(torch.autograd.Function):
+    """The third power, whose backward pass autograd can differentiate, or not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: str) -> Tensor:
+        """[*] -> [*]."""
+        ctx.save_for_backward(x)
+        ctx.way = way
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Compute with a graph, or without one."""
+        (x,) = ctx.saved_tensors
+        with torch.set_grad_enabled(ctx.way == "graph" and torch.is_grad_enabled()):
+            product = 3 * x**2 * grad
+        return product, None
+
+
+class CubeOnce(Cube):
+    """Marked as what autograd cannot differentiate twice."""
+
+    backward = staticmethod(torch.autograd.function.once_differentiable(Cube.backward))
+
+
+class Steps(torch.autograd.Function):
+    """Values that are rounded, beside those that are not: the gradient of the first is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[*] -> [*], [*]."""
+        return x.round(), 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+        """One gradient may be zeros without a graph."""
+        return torch.zeros_like(first) + 2 * second
+
+
+@pytest.mark.parametrize("cube, way", [(Cube, "none"), (CubeOnce, "graph")], ids=["none", "once"])
+def test_backward_passes_without_a_derivative(cube: type[Cube], way: str) -> None:
+    """Autograd takes them for constants: the Hessian was without a part, and symmetric."""
+    x, v = rand(4, requires_grad=True), rand(4, seed=1)
+    with pytest.raises(RuntimeError, match=f"function {cube.__name__} cannot be differentiated"):
+        hessian_vector_product(cube.apply(x, way).sin().sum(), x, v)
+    with pytest.raises(RuntimeError, match=f"function {cube.__name__} cannot be differentiated"):
+        R_op(cube.apply(x, way), x, v)
+
+
+@pytest.mark.parametrize("output", [0, 1])
+def test_functions_in_python_with_a_derivative(output: int) -> None:
+    """One that is differentiable, one whose gradient is zero, and one with an unused output."""
+    x, v = rand(4, requires_grad=True), rand(4, seed=1)
+
+    def f(x: Tensor, cube: Any, steps: Any) -> Tensor:
+        return cube(x).sin().sum() + (x * steps(x)[output]).exp().sum()
+
+    def steps(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.detach().round(), 2 * x
+
+    H = hessian(lambda x: f(x, lambda y: y**3, steps), x.detach())
+    (product,) = hessian_vector_product(f(x, lambda y: Cube.apply(y, "graph"), Steps.apply), x, v)
+    torch.testing.assert_close(product, H @ v)

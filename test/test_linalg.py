@@ -417,9 +417,10 @@ class Solved(nn.Module):
 def test_backward_passes_that_cannot_be_differentiated() -> None:
     """A product with the Jacobian differentiates the gradient: it was zero, or without a part."""
     model, data = Solved(), [(torch.rand(5, 4), torch.arange(5) % 3)]
-    operators = Jacobian(model, data), GGN(model, nn.CrossEntropyLoss(), data)
+    loss = nn.CrossEntropyLoss()
+    operators = Jacobian(model, data), GGN(model, loss, data), Hessian(model, loss, data)
     for operator in operators:
-        with pytest.raises(RuntimeError, match="not a linear function"):
+        with pytest.raises(RuntimeError, match="backward pass of the function Solver"):
             operator @ torch.ones(operator.shape[1])
     output = model(data[0][0])
     J = torch.stack(
@@ -433,15 +434,36 @@ def test_backward_passes_that_cannot_be_differentiated() -> None:
     u = torch.rand(len(J))
     assert_close(operators[0].T @ u, J.T @ u)
     parameters = [*model.parameters()]
-    with pytest.raises(RuntimeError, match="not a linear function"):
+    with pytest.raises(RuntimeError, match="backward pass of the function Solver"):
         R_op(output, parameters, [torch.ones_like(p) for p in parameters])
+
+
+class Watched(nn.Module):
+    """A layer whose gradient a hook scales without a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        y.register_hook(torch.no_grad()(lambda grad: 2 * grad))
+        return y
+
+
+def test_hooks_that_cannot_be_differentiated() -> None:
+    """No function is to blame: the products tell."""
+    model, X = Watched(), torch.rand(5, 4)
+    for operator in Jacobian(model, [X]), GGN(model, nn.MSELoss(), [(X, torch.rand(5, 3))]):
+        with pytest.raises(RuntimeError, match="not a linear function"):
+            operator @ torch.ones(operator.shape[1])
 
 
 def test_backward_passes_that_cannot_be_differentiated_before_softmax() -> None:
     """The gradient of a sum that is constant tells nothing: products were zero."""
     model, X = nn.Sequential(Solved(), nn.Softmax(1)), torch.rand(5, 4)
     for operator in Jacobian(model, [X]), GGN(model, nn.MSELoss(), [(X, torch.rand(5, 3))]):
-        with pytest.raises(RuntimeError, match="not a linear function"):
+        with pytest.raises(RuntimeError, match="backward pass of the function Solver"):
             operator @ torch.ones(operator.shape[1])
 
 
@@ -1052,6 +1074,16 @@ def test_sampled_fisher_needs_the_order() -> None:
         FisherMC(*problem[:2], data, mc_samples=0)
     with pytest.raises(NotImplementedError, match="negative log likelihood"):
         FisherMC(problem.model, Tail(), PROBLEMS["own"]().data) @ torch.ones(31)
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_losses_without_a_second_derivative(columns: int) -> None:
+    """Those of torch that it differentiates once: the error says what does without."""
+    model, loss = nn.Linear(4, 3), nn.MultiMarginLoss()
+    operator = Hessian(model, loss, [(torch.rand(5, 4), torch.arange(5) % 3)])
+    refused = "multi_margin_loss_backward is not implemented. Products .* GGNMP and HMP"
+    with pytest.raises(NotImplementedError, match=refused):
+        operator @ torch.ones(15, columns)
 
 
 # --------------------------------------------------------------------------------------

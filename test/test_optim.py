@@ -713,6 +713,7 @@ def test_sparse_gradients_are_an_error() -> None:
         (SOAP, {"bases_every": 2.5}, "bases_every is a whole number"),
         (DiagGGN, {"kl_clip": 0}, "kl_clip has to be"),
         (DiagGGN, {"adapt_damping_every": 0}, "adapt_damping_every has to be"),
+        (DiagGGN, {"adapt_damping_every": 2.5}, "adapt_damping_every has to be"),
         (DiagGGN, {"extension": extensions.KFAC()}, "an instance of DiagGGNExact or DiagGGNMC"),
         (DiagGGN, {"extension": extensions.DiagGGNExact}, "an instance of DiagGGNExact or"),
         (KFAC, {"inverse_every": 0}, "inverse_every has to be"),

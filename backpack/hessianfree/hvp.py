@@ -9,6 +9,7 @@ from torch import Tensor
 
 from backpack.hessianfree.graph import nodes_above
 from backpack.hessianfree.lop import L_op, as_tuple, check_same_shapes, vjp
+from backpack.hessianfree.twice import differentiable_gradients
 
 
 @torch.inference_mode(False)
@@ -40,6 +41,7 @@ def hessian_vector_product(
             shapes of ``params``.
         NotImplementedError: If a function of torch has normalised one of the parameters
             (``torch.nn.utils.weight_norm``): its second derivative is wrong.
+        RuntimeError: If a function has a backward pass that autograd takes for a constant.
     """
     params, v = as_tuple(params), as_tuple(v)
     check_same_shapes("v", v, "params", params)
@@ -58,7 +60,8 @@ def hessian_vector_product(
     if not all(known) and (f.requires_grad or not any(known)):
         # what has no graph need not be constant
         lacking = [p for p, is_known in zip(params, known, strict=True) if not is_known]
-        found = iter(L_op(f, lacking, torch.ones_like(f), detach=False))
+        with differentiable_gradients([f]):
+            found = iter(L_op(f, lacking, torch.ones_like(f), detach=False))
         pairs = zip(gradient, known, strict=True)
         gradient = tuple(g if is_known else next(found) for g, is_known in pairs)
     return vjp(gradient, params, v, detach=detach)

@@ -93,12 +93,13 @@ def vjp(
                 is_grads_batched=several and not alone,
             )
     except RuntimeError as error:
-        if not has_parts and isinstance(error, NotImplementedError):
+        lacks = isinstance(error, NotImplementedError) or "is not implemented" in str(error)
+        if not has_parts and lacks:
             raise NotImplementedError(
-                f"Autograd: {error} Products with the GGN, the Hessian and the Jacobian need its "
-                "second derivatives. Use functions that have them, such as nn.Embedding and a sum "
-                "or mean in the place of nn.EmbeddingBag, or what needs none: DiagonalGGN, "
-                "KroneckerGGN, NTK, GGNMP and HMP have a rule for it."
+                f"Autograd: {str(error).removesuffix('.')}. Products with the GGN, the Hessian and "
+                "the Jacobian need its second derivatives. Use functions that have them, such as "
+                "nn.Embedding and a sum or mean in the place of nn.EmbeddingBag, or what needs "
+                "none: DiagonalGGN, KroneckerGGN, NTK, GGNMP and HMP have a rule for it."
             ) from error
         if not has_parts or _is_of_program(error):
             raise

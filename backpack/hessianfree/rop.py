@@ -11,6 +11,7 @@ from torch import Tensor
 
 from backpack.hessianfree.graph import nodes_above
 from backpack.hessianfree.lop import as_tuple, check_same_shapes, check_varies, vjp
+from backpack.hessianfree.twice import differentiable_gradients
 
 
 @torch.inference_mode(False)
@@ -65,10 +66,12 @@ def pushforward(ys: tuple[Tensor, ...], xs: tuple[Tensor, ...]) -> Pushforward:
     Jamie Townsend, "A new trick for calculating Jacobian vector products" (blog post, 2017).
 
     Raises:
-        RuntimeError: By the map, if the backward pass is not differentiated as it should be.
+        RuntimeError: If a function has a backward pass that autograd takes for a constant. By the
+            map, if the backward pass is not differentiated as it should be.
     """
     ws = tuple(_anywhere(y) for y in ys)
-    transposed = vjp(ys, xs, ws, detach=False)
+    with differentiable_gradients(ys):
+        transposed = vjp(ys, xs, ws, detach=False)
 
     def product(
         vs: tuple[Tensor, ...],

@@ -27,6 +27,7 @@ from backpack.distributed.agreement import digest
 from backpack.distributed.data_group import ProcessGroupChoice
 from backpack.hessianfree.lop import vjp
 from backpack.hessianfree.rop import pushforward
+from backpack.hessianfree.twice import differentiable_gradients
 from backpack.linalg.extended import extended
 from backpack.linalg.objective import (
     Objective,
@@ -194,7 +195,8 @@ class Hessian(MatrixFreeOperator):
         with disable(), _WeightNormByFormula():
             output = output_of("Hessian", objective.model, X, objective.loss_function)
             loss = objective.loss_function(output, *targets)
-        gradient = vjp((loss,), objective.params, (torch.ones_like(loss),), detach=False)
+        with differentiable_gradients([loss]):
+            gradient = vjp((loss,), objective.params, (torch.ones_like(loss),), detach=False)
 
         def product(vectors: Sequence[Tensor]) -> Sequence[Tensor]:
             return vjp(gradient, objective.params, tuple(vectors), several=True)

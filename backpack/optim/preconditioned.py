@@ -95,9 +95,11 @@ class PreconditionedOptimizer(ExtensionOptimizer):
     ):
         if kl_clip is not None and not kl_clip > 0:
             raise ValueError(f"kl_clip has to be larger than 0, or None, got {kl_clip}.")
-        if adapt_damping_every is not None and adapt_damping_every < 1:
+        every = adapt_damping_every
+        if every is not None and not (every >= 1 and every % 1 == 0):
             raise ValueError(
-                f"adapt_damping_every has to be at least 1, or None, got {adapt_damping_every}."
+                "adapt_damping_every has to be a whole number of steps, at least 1, or None, "
+                f"got {every}."
             )
         chosen = extension.get_subsampling()
         if chosen is not None:

@@ -35,7 +35,7 @@ from backpack.core.record.module_state import describe
 from backpack.core.rows import Rows
 from backpack.core.values import has_values
 from backpack.custom_module.function_module import FunctionModule
-from backpack.hessianfree.graph import nodes_above
+from backpack.hessianfree.twice import differentiable_gradients
 from backpack.utils.subsampling import subsample
 
 
@@ -122,7 +122,7 @@ def transposed_products(
             if separable and not evaluation.are_rows(ys, rows):
                 return transposed_products(evaluation, mats, keys, rows)
             if tangents:
-                ys, whole = _slopes(module, ys, xs, whole, create_graph), [*tangents.values()]
+                ys, whole = _slopes(ys, xs, whole), [*tangents.values()]
             found = pull_back(ys, xs, whole, create_graph)
     except RuntimeError as error:
         # a kernel of layer_norm has no gradient of the bias where that of the weight is not asked
@@ -141,26 +141,16 @@ def transposed_products(
     return results
 
 
-def _slopes(
-    module: Module, ys: Sequence[Tensor], xs: Sequence[Tensor], g_out: Several, create_graph: bool
-) -> Several:
+def _slopes(ys: Sequence[Tensor], xs: Sequence[Tensor], g_out: Several) -> Several:
     """Differentiate ``⟨g, y⟩``, None for zero."""
-    # what is once differentiable (a function in Python) says so if the gradient has a graph
     pairs = [
         (y, g if g.requires_grad else g.detach().requires_grad_())
         for y, g in zip(ys, g_out, strict=True)
         if g is not None and y.requires_grad
     ]
     outs, grads = [y for y, _ in pairs], [g for _, g in pairs]
-    slopes: Several = gradients(outs, xs, grads, create_graph=True, allow_unused=True)
-    # else autograd would take the second derivative for zero
-    above = [] if create_graph else nodes_above(s.grad_fn for s in slopes if s is not None)
-    if any(type(node).__name__ == "Error" for node in above):
-        raise RuntimeError(
-            f"A function of {describe(module)} is marked as once_differentiable, so its second "
-            "derivative is not known. Write its backward with functions of torch, and without that "
-            "mark."
-        )
+    with differentiable_gradients(outs):
+        slopes: Several = gradients(outs, xs, grads, create_graph=True, allow_unused=True)
     return slopes
 
 
@@ -317,7 +307,7 @@ def products(
         if separable and not evaluation.are_rows(ys, rows):
             return products(evaluation, tangents, rows)
         us = [torch.ones_like(y, requires_grad=True) for y in ys]
-        backs = _slopes(evaluation.c.module, ys, [*values.values()], us, create_graph=True)
+        backs = _slopes(ys, [*values.values()], us)
         found = pull_back(backs, us, [known[key] for key in values], create_graph)
     if any(t is not None and has_values(t) and bool(t.isnan().any()) for t in found):
         found = _forward_products(evaluation, values, known, inputs) or found

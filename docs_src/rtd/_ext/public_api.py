@@ -22,6 +22,7 @@ INTERNAL = (
     "backpack.core",
     "backpack.distributed",
     "backpack.hessianfree.graph",
+    "backpack.hessianfree.twice",
     "backpack.influence.",  # what the packages export is public
     "backpack.laplace.",
     "backpack.linalg.",
