@@ -411,6 +411,8 @@ def test_backward_passes_without_a_derivative(cube: type[Cube], way: str) -> Non
         hessian_vector_product(cube.apply(x, way).sin().sum(), x, v)
     with pytest.raises(RuntimeError, match=f"function {cube.__name__} cannot be differentiated"):
         R_op(cube.apply(x, way), x, v)
+    with pytest.raises(RuntimeError, match=f"function {cube.__name__} cannot be differentiated"):
+        hessian_vector_product(cube.apply(x, way).sum(), x, v)  # of a gradient that is constant
 
 
 @pytest.mark.parametrize("output", [0, 1])

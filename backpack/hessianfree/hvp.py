@@ -60,8 +60,9 @@ def hessian_vector_product(
     if not all(known) and (f.requires_grad or not any(known)):
         # what has no graph need not be constant
         lacking = [p for p, is_known in zip(params, known, strict=True) if not is_known]
+        seed = torch.ones_like(f, requires_grad=True)
         with differentiable_gradients([f]):
-            found = iter(L_op(f, lacking, torch.ones_like(f), detach=False))
+            found = iter(L_op(f, lacking, seed, detach=False))
         pairs = zip(gradient, known, strict=True)
         gradient = tuple(g if is_known else next(found) for g, is_known in pairs)
     return vjp(gradient, params, v, detach=detach)

@@ -22,6 +22,8 @@ class NoSecondDerivative(RuntimeError):
 def differentiable_gradients(ys: Iterable[Tensor]) -> Iterator[None]:
     """Refuse functions of ``ys`` whose gradients, computed inside, have no derivative.
 
+    What these are multiplied with has to require a gradient.
+
     Such are functions written in Python that are marked as ``once_differentiable``, or whose
     backward pass computes without a graph. Autograd would take their second derivative for zero.
 

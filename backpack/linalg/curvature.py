@@ -195,8 +195,9 @@ class Hessian(MatrixFreeOperator):
         with disable(), _WeightNormByFormula():
             output = output_of("Hessian", objective.model, X, objective.loss_function)
             loss = objective.loss_function(output, *targets)
+        seed = torch.ones_like(loss, requires_grad=True)
         with differentiable_gradients([loss]):
-            gradient = vjp((loss,), objective.params, (torch.ones_like(loss),), detach=False)
+            gradient = vjp((loss,), objective.params, (seed,), detach=False)
 
         def product(vectors: Sequence[Tensor]) -> Sequence[Tensor]:
             return vjp(gradient, objective.params, tuple(vectors), several=True)
