@@ -150,6 +150,20 @@ class Unknown(nn.Module):
         return self.second(unknown(self.first(x)))
 
 
+class Tables(nn.Module):
+    """A table without samples, which a layer is applied to twice: its own weights vary as well."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Parameter(torch.randn(4, 2)), layer
+        self.first, self.second, self.act = nn.Linear(2, 2), nn.Linear(2, 3), nn.Sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        twice = [self.table] * (2 if isinstance(self.layer, nn.Bilinear) else 1)
+        table = self.layer(*[self.act(self.layer(*twice))] * len(twice))
+        return self.second(self.act(self.first(x) * table)).mean(1)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "residual": (Residual, lambda: torch.randn(N, 1, 4, 4)),
     "attention": (Attention, lambda: torch.randn(N, 3, 2)),
@@ -161,6 +175,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "rnn-cell": (lambda: Cells(nn.RNNCell(2, 2)), lambda: torch.randn(N, 3, 2)),
     "mixture": (Mixture, lambda: torch.randn(N, 4)),
     "unknown": (Unknown, lambda: torch.randn(N, 4)),
+    "table-norm": (lambda: Tables(nn.GroupNorm(1, 2)), lambda: torch.randn(N, 4, 2)),
+    "table-bilinear": (lambda: Tables(nn.Bilinear(2, 2, 2)), lambda: torch.randn(N, 4, 2)),
+    "table-slopes": (lambda: Tables(nn.PReLU(2)), lambda: torch.randn(N, 4, 2)),
 }
 FIELDS: dict[str, Callable[..., Any]] = {
     "grad_batch": oracle.batch_grad,
