@@ -342,7 +342,7 @@ def extend(
 
 
 def _parts(module: Module, name: str, seen: set[Module]) -> Iterator[tuple[str, Module]]:
-    """Name a module and those below it, unless they are part of what its derivatives describe."""
+    """Name a module and those below it, unless their calls are part of what its rule describes."""
     if module in seen:
         return
     seen.add(module)
@@ -351,7 +351,7 @@ def _parts(module: Module, name: str, seen: set[Module]) -> Iterator[tuple[str, 
         return
     yield name, module
     rule = derivatives_of(module)
-    if rule is None or not rule.includes_children:
+    if rule is None or not (rule.includes_children and rule.calls_children):
         for key, child in module.named_children():
             yield from _parts(child, f"{name}.{key}" if name else key, seen)
 

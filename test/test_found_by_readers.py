@@ -3627,3 +3627,39 @@ def test_learned_weights_of_losses(is_extended: bool) -> None:
         total.backward()
     first, *_ = model.parameters()
     assert_close(first.diag_ggn_exact, weights[0] * diagonals[0] + weights[1] * diagonals[1])
+
+
+class CallsOutProjection(nn.Module):
+    """Attention of one's own, with the parameters of ``nn.MultiheadAttention``."""
+
+    def __init__(self, calls_both: bool) -> None:
+        super().__init__()
+        self.attention, self.calls_both = nn.MultiheadAttention(4, 2, batch_first=True), calls_both
+
+    def forward(self, x: Tensor) -> Tensor:
+        attention = self.attention
+        if self.calls_both:
+            heads = attention(x, x, x, need_weights=False)[0].tanh()
+        else:
+            qkv = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)
+            q, k, v = qkv.unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4)
+            heads = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return attention.out_proj(heads)
+
+
+@pytest.mark.parametrize("calls_both", [False, True])
+@pytest.mark.parametrize("converter", ["trace", "record"])
+def test_a_child_of_attention_that_the_model_calls(converter: Any, calls_both: bool) -> None:
+    """Parameters of ``out_proj`` had no quantities, or those of the use in attention alone."""
+    model, lossfunc = CallsOutProjection(calls_both), nn.MSELoss()
+    X, y = torch.rand(N, 3, 4), torch.rand(N, 3, 4)
+    truths = oracle.batch_grad(model, lossfunc, X, y), oracle.ggn_diag(model, lossfunc, X, y)
+    names = [name for name, _ in model.named_parameters()]
+    model = extend(model, use_converter=converter)
+    with warnings.catch_warnings(), backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        warnings.simplefilter("error")
+        extend(lossfunc)(model(X), y).backward()
+    params = dict(model.named_parameters())
+    for name, gradients, diagonal in zip(names, *truths, strict=True):
+        assert_close(params[name].grad_batch, gradients)
+        assert_close(params[name].diag_ggn_exact, diagonal)

@@ -76,6 +76,7 @@ class Rule(Protocol):
     has_samples_first: ClassVar[bool]
     depends_on_layouts: ClassVar[bool]
     includes_children: ClassVar[bool]
+    calls_children: ClassVar[bool]
     is_loss: ClassVar[bool]
 
     @property

@@ -40,6 +40,8 @@ class Facts(SampleAxes):
     params: ClassVar[tuple[str, ...]] = ()  #: Names of the parameters.
     #: Whether what children of the module compute belongs to its call.
     includes_children: ClassVar[bool] = False
+    #: Whether the module calls the children that the rule includes; else others may call them.
+    calls_children: ClassVar[bool] = True
     is_loss: ClassVar[bool] = False  #: Whether the module is a loss.
     #: Whether what the rule found out about a call holds for its layouts only.
     depends_on_layouts: ClassVar[bool] = False

@@ -132,6 +132,7 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
     """
 
     dropout = "dropout"
+    calls_children = False  # a function is given the parameters of out_proj
     min_dims = constant(3)  # batch, sequence, features
     is_linear_in_params = never  # queries and keys are multiplied with each other
 
