@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack import CTX, backpack, extend, extensions
+from backpack.core.derivatives.function_derivatives import FunctionDerivatives
 from backpack.core.record.alive import live_calls
 from backpack.custom_module.graph_utils import ConversionError
 
@@ -497,3 +498,21 @@ def test_rows_are_written_to_memory_that_nobody_has_filled(
         rows = [torch.autograd.grad(g, p, retain_graph=True)[0] for g in grad.flatten()]
         hessian = torch.stack(rows).reshape(p.numel(), p.numel())
         torch.testing.assert_close(parameters[name].diag_h, hessian.diagonal().reshape(p.shape))
+
+
+@pytest.mark.parametrize("change", [nn.LeakyReLU(inplace=True), nn.SiLU(inplace=True)])
+def test_what_a_change_of_a_view_does_is_found_out_once(
+    change: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What instance normalisation returns is a view: each step evaluated its change many times."""
+    layers = nn.Conv2d(1, 2, 3), nn.InstanceNorm2d(2, affine=True), change, nn.Flatten()
+    model, lossfunc = extend(nn.Sequential(*layers), use_converter="record"), extend(nn.MSELoss())
+    X, y = torch.rand(N, 1, 5, 5), torch.rand(N, 18)
+
+    def step() -> None:
+        with backpack(extensions.BatchGrad()):
+            lossfunc(model(X), y).backward()
+
+    step()
+    monkeypatch.setattr(FunctionDerivatives, "_found", None)
+    step()

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from threading import Lock
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 EXACT = frozenset(PLAIN) - {float, complex} | {bool}
+# Options that are equal if they are the same, unless they hold something else.
+FUNCTIONS = {FunctionType, BuiltinFunctionType, MethodDescriptorType}
 # Attributes of tensors that lead out of the graph.
 DETACHED = {"data", "grad"}
 # Functions of the graph, or of tangents, behind what they are given.
@@ -477,6 +480,9 @@ def _form(value: Any, tensors: list[Tensor]) -> Any:
         return kind, *[_form(x, tensors) for x in (value.start, value.stop, value.step)]
     if isinstance(value, PLAIN):
         return kind, repr(value)
+    held = getattr(value, "__closure__", None) or getattr(value, "__self__", None)
+    if kind in FUNCTIONS and not isinstance(held, (tuple, Tensor)):
+        return value
     raise TypeError(f"{kind.__name__} is no plain option")
 
 
