@@ -3663,3 +3663,35 @@ def test_a_child_of_attention_that_the_model_calls(converter: Any, calls_both: b
     for name, gradients, diagonal in zip(names, *truths, strict=True):
         assert_close(params[name].grad_batch, gradients)
         assert_close(params[name].diag_ggn_exact, diagonal)
+
+
+class ChangesAttention(nn.Module):
+    def __init__(self, change: Callable[[Tensor, Tensor], Any], **options: Any) -> None:
+        super().__init__()
+        self.attention, self.last = nn.MultiheadAttention(4, 2, **options), nn.Linear(4, 2)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, _ = self.attention(x, x, x, need_weights=False)
+        self.change(h, x)
+        return self.last(h.tanh())
+
+
+@pytest.mark.parametrize("change", [Tensor.add_, lambda h, x: h[:, 0].mul_(2), Tensor.mul_])
+@pytest.mark.parametrize("converter", [False, "record"])
+def test_changes_in_place_of_what_attention_returns(converter: Any, change: Any) -> None:
+    """It is a view of rows in another order: the gradient went past what the layer had returned."""
+    model, lossfunc = ChangesAttention(change, batch_first=True), nn.MSELoss()
+    X, y = torch.rand(N, 3, 4), torch.rand(N, 3, 2)
+    truths = oracle.batch_grad(model, lossfunc, X, y), oracle.ggn_diag(model, lossfunc, X, y)
+    exts: list[Any] = [extensions.BatchGrad()]
+    exts += [extensions.DiagGGNExact()] if converter else []
+    extend(model, use_converter=converter)
+    with warnings.catch_warnings(), backpack(*exts):
+        warnings.simplefilter("error")
+        extend(lossfunc)(model(X), y).backward()
+    for p, gradients, diagonal in zip(model.parameters(), *truths, strict=True):
+        assert_close(p.grad_batch, gradients)
+        assert_close(p.grad, gradients.sum(0))
+        if converter:
+            assert_close(p.diag_ggn_exact, diagonal)

@@ -72,8 +72,8 @@ class AutomaticDerivatives(BaseDerivatives):
             f"{describe(module)} returns something else when it is evaluated again (is it random, "
             "does it change its own state, or has a hook changed what it returned?), so its "
             "derivatives cannot be computed automatically. Use eval(), or register derivatives "
-            "(backpack.core.derivatives.register). If it changes its input in place, set "
-            "self.inplace = True in its __init__."
+            "(backpack.core.derivatives.register). If it changes its input in place, set its "
+            "attribute `inplace = True` before extend() is called."
         )
 
     def evaluation(self, c: Context) -> Evaluation:

@@ -30,7 +30,14 @@ from backpack.core.record.data_flow import (
 from backpack.core.record.data_notes import MIXED_DATA, mixed_by, note
 from backpack.core.record.layout import unbatched
 from backpack.core.record.lookup import geometry_of, part_of
-from backpack.core.record.origins import Origin, flatten_outputs, origin, origin_at, own_node
+from backpack.core.record.origins import (
+    RESHAPES,
+    Origin,
+    flatten_outputs,
+    origin,
+    origin_at,
+    own_node,
+)
 from backpack.core.record.registry import derivatives_of, fallback, is_leaf, kind_of, own_parameters
 from backpack.core.record.weights import IS_SOMETHING, TENSORS
 from backpack.custom_module.converted_module import ConvertedModule
@@ -258,12 +265,19 @@ def record(
         return None
     rule = known if known is not None else fallback(module, outputs)
     # Outputs get nodes of their own where one may be computed from another, whose gradient would
-    # include that; and where an extension has a rule for a module that returns its input: what the
-    # rule passes on is not the gradient of the input, which others may read as well.
+    # include that; where one is a view of what the module has computed in another order, such as
+    # attention with ``batch_first``: a change in place would go past its node; and where an
+    # extension has a rule for a module that returns its input: what the rule passes on is not the
+    # gradient of the input, which others may read as well.
     replaced = repeated = None
     if len(outputs) == 1 and _ruled and has_rules(module):
         repeated = _repeated(outputs[0], (args, kwargs))
-    if repeated is not None or (rule is not None and len(outputs) > 1):
+    is_apart = rule is not None and len(outputs) > 1
+    if known is not None and not (is_apart or is_function or changes):
+        base = outputs[0]._base
+        if base is not None and type(outputs[0].grad_fn).__name__ not in RESHAPES:
+            is_apart = not any(x is base or x._base is base for x in tensors)
+    if repeated is not None or is_apart:
         replaced = tree_map(own_node, output)
         outputs = flatten_outputs(replaced)
     if repeated is not None:
