@@ -3665,6 +3665,68 @@ def test_a_child_of_attention_that_the_model_calls(converter: Any, calls_both: b
         assert_close(params[name].diag_ggn_exact, diagonal)
 
 
+class PadsNodes(nn.Module):
+    """Attention within each graph: its nodes are padded, and one more row is for what is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.key, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, graph: Tensor, graphs: int) -> Tensor:
+        h, counts = self.layer(x), graph.bincount(minlength=graphs)
+        most = int(counts.max())
+        positions = torch.arange(len(x)) - (counts.cumsum(0) - counts)[graph]
+        rows, is_node = h.new_full((graphs * most + 1, 4), 0.0), torch.zeros(graphs * most + 1)
+        rows[graph * most + positions] = h
+        is_node[graph * most + positions] = 1
+        h, mask = rows[:-1].view(graphs, most, 4), is_node[:-1].view(graphs, 1, most)
+        scores = (h @ self.key(h).transpose(1, 2)).masked_fill(mask == 0, -torch.inf)
+        return self.last((scores.softmax(-1) @ h).tanh().mul(mask.transpose(1, 2)).sum(1))
+
+
+@pytest.mark.parametrize("sizes", [(2, 4, 3), (1, 5), (3, 3, 3), (4,)])
+def test_nodes_of_graphs_that_are_padded(sizes: tuple[int, ...]) -> None:
+    """As ``to_dense_batch`` does: the row that belongs to no graph was an error."""
+    count = len(sizes)
+    model, lossfunc, y = PadsNodes(), nn.MSELoss(), torch.rand(count, 2)
+    x, graph = torch.rand(sum(sizes), 3), torch.arange(count).repeat_interleave(torch.tensor(sizes))
+    params, gradients, diagonals = [*model.parameters()], [], []
+    for one, target in zip(x.split(sizes), y, strict=True):
+        f = model(one, torch.zeros(len(one)).long(), 1)[0]
+        value = (f - target).square().sum() / y.numel()
+        gradients.append(torch.autograd.grad(value, params, retain_graph=True))
+        rows = [torch.autograd.grad(each, params, retain_graph=True) for each in f]
+        both = zip(*rows, strict=True)
+        diagonals.append([2 / y.numel() * sum(g.square() for g in each) for each in both])
+    extend(model, use_converter="record")
+    assign_samples(x, graph)
+    with backpack(extensions.BatchGrad(), extensions.BatchDiagGGNExact()):
+        extend(lossfunc)(model(x, graph, count), y).backward()
+    for i, p in enumerate(params):
+        assert_close(p.grad_batch, torch.stack([each[i] for each in gradients]))
+        assert_close(p.diag_ggn_exact_batch, torch.stack([each[i] for each in diagonals]))
+
+
+def test_rows_of_nodes_and_a_rest_that_are_not_padded() -> None:
+    """A node without messages is not of the graph that padding would give it."""
+
+    class Messages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, to: Tensor) -> Tensor:
+            h = self.layer(x)
+            h = torch.zeros(7, 4).index_add(0, to, h[to])
+            return self.last(h[:-1])
+
+    model, x = extend(Messages(), use_converter="record"), torch.rand(6, 3)
+    assign_samples(x, torch.tensor([0, 1, 1, 1, 2, 2]))
+    loss = extend(nn.MSELoss())(model(x, torch.tensor([0, 2, 3, 4, 5])), torch.zeros(6, 2))
+    with pytest.raises(ValueError, match="combines different"), backpack(extensions.BatchGrad()):
+        loss.backward()
+
+
 class ChangesAttention(nn.Module):
     def __init__(self, change: Callable[[Tensor, Tensor], Any], **options: Any) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ from backpack.core.record.calls import Call
 from backpack.core.record.data_flow import tensors_in
 from backpack.core.record.data_notes import assigned, has_numbers
 from backpack.core.record.kinds import CASTS, CONSTANT, ENTRIES, MEMORY, MOVES, RESHAPES
-from backpack.core.record.layout import CPU, Layout
+from backpack.core.record.layout import CPU, Layout, Owners
 from backpack.core.record.lookup import treatment
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.function_module import FunctionModule, Slot
@@ -145,6 +145,7 @@ class Following:
                 found.append((1, self.samples, None, True))  # none of the rows was chosen
                 continue
             layout = layout or Layout.of_numbers(each, self.samples, befores)
+            layout = layout or self._before_a_rest(each)
             if layout is None:
                 return None
             found.append(layout.facts)
@@ -175,6 +176,23 @@ class Following:
             own = own.reshape(-1, *(1,) * (numbers.dim() - 1))
             numbers = torch.where(numbers == NONE, own, numbers)
         return numbers
+
+    def _before_a_rest(self, numbers: Tensor) -> Layout | None:
+        """Describe padded rows of the samples in their order, if some that depend on none follow.
+
+        Such as the last one of ``zeros(N * T + 1, F).index_put((places,), h)``, for what has no
+        place. It counts as a row of the last sample.
+        """
+        per_sample, rest = divmod(len(numbers), self.samples)
+        padded, behind = numbers.split([len(numbers) - rest, rest])
+        layout = Layout.of_numbers(padded, self.samples, [1])
+        if layout is None or not layout.samples_come_first or bool((behind > NONE).any()):
+            return None
+        own = torch.arange(self.samples, device=CPU).repeat_interleave(per_sample).tolist()
+        if not _owners_of(len(own), assigned()) <= {tuple(own)}:  # perhaps nodes, without messages
+            return None
+        owners = Owners((*own, *[self.samples - 1] * rest), self.samples)
+        return Layout(1, self.samples, owners=owners)
 
     def _keeps_axis(self, i: int, shape: Size) -> bool:
         """Whether a tensor has as many rows for samples as an input, along the same axis."""
