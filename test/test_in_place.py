@@ -516,3 +516,22 @@ def test_what_a_change_of_a_view_does_is_found_out_once(
     step()
     monkeypatch.setattr(FunctionDerivatives, "_found", None)
     step()
+
+
+class TurnsBack(nn.Module):
+    """Normalisation of the last axis, as of channels, and an activation of what is turned back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop, self.act = nn.LayerNorm(4), nn.Identity(), nn.SiLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.drop(self.norm(x.transpose(1, -1)).transpose(1, -1)))
+
+
+@pytest.mark.parametrize("route", ["trace", "record"])
+def test_changes_of_what_was_turned(route: Any) -> None:
+    """A traced model had no curvature: the gradient goes past the node of the view."""
+    layers = nn.Conv2d(1, 4, 3), TurnsBack(), nn.Flatten(), nn.Linear(36, 2)
+    model, X = nn.Sequential(*layers), torch.rand(N, 1, 5, 5)
+    agree(model, copy.deepcopy(model), route, X, "grad_batch", "diag_ggn_exact", "diag_h")

@@ -352,11 +352,24 @@ class _Converter:
             node.target = self._name_of_call(target, module)
         node.args, node.kwargs = _without_flags(node.args), _without_flags(dict(node.kwargs))
         inputs = [n for n in lookup.nodes_in(node.args, node.kwargs) if kind(n) != VALUE]
+        changed = inputs[0] if getattr(module, "inplace", False) and inputs else None
+        if changed is not None and self._is_part(changed):  # a change would go past what made it
+            clone = Apply(FunctionModule("clone", [Slot(0)]), (changed,))
+            node.replace_input_with(changed, self._apply(node, clone, "clone", "in place"))
         is_view = isinstance(module, VIEWS) and inputs
         memory = inputs[0].meta["backpack_memory"] if is_view else None
         self._finish(node, source, kind_of_output(module, node), memory)
-        if getattr(module, "inplace", False) and inputs:
-            self._change_in_place(inputs[0], node, node)
+        if changed is not None:
+            self._change_in_place(changed, node, node)
+
+    def _is_part(self, node: Node) -> bool:
+        """Return whether a node is a view of another one, and no other shape of it."""
+        while node.op == "call_module" and node.meta["backpack_memory"][0] is not node:
+            module = self.root.get_submodule(str(node.target))
+            if isinstance(module, Permute | Slicing | FunctionModule):
+                return True
+            node = node.all_input_nodes[0]
+        return False
 
     def _name_of_call(self, target: str, module: Module) -> str:
         """Return another name of a module that is called several times, if it has no state."""
