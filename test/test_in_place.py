@@ -16,6 +16,7 @@ from backpack import CTX, backpack, extend, extensions
 from backpack.core.derivatives.function_derivatives import FunctionDerivatives
 from backpack.core.record.alive import live_calls
 from backpack.custom_module.graph_utils import ConversionError
+from backpack.custom_module.permute import Permute
 
 N = 5
 ROUTES = (False, "record", "trace")
@@ -535,3 +536,12 @@ def test_changes_of_what_was_turned(route: Any) -> None:
     layers = nn.Conv2d(1, 4, 3), TurnsBack(), nn.Flatten(), nn.Linear(36, 2)
     model, X = nn.Sequential(*layers), torch.rand(N, 1, 5, 5)
     agree(model, copy.deepcopy(model), route, X, "grad_batch", "diag_ggn_exact", "diag_h")
+
+
+def test_advice_about_changes_of_what_was_turned() -> None:
+    layers = nn.Linear(3, 4), Permute(0, 2, 1), nn.ReLU(inplace=True), nn.Flatten()
+    model, lossfunc = extend(nn.Sequential(*layers)), extend(nn.MSELoss())
+    loss = lossfunc(model(torch.rand(N, 2, 3)), torch.rand(N, 8))
+    words = "a view of it was changed in place"
+    with pytest.raises(ValueError, match=words), backpack(extensions.DiagGGNExact()):
+        loss.backward()

@@ -498,8 +498,13 @@ class Plan:
             " It has no samples: add a penalty outside of the model, or leave it to the optimiser "
             "(weight_decay)."
         )
+        of_view = (
+            " If a view of it was changed in place, as by a module with inplace=True behind a "
+            "transpose: use extend(model, use_converter='record'), or write that out of place."
+        )
+        changes = any(getattr(one.module, "inplace", False) for one in self.everything)
         return (
             f"the output of {call!r} influences what backward() was called on, but not through "
             f"the extended loss {', '.join(repr(loss) for loss in self.losses)}."
-            + (penalty if call.is_unbatched else "")
+            + (penalty if call.is_unbatched else of_view if changes else "")
         )
