@@ -3757,3 +3757,59 @@ def test_changes_in_place_of_what_attention_returns(converter: Any, change: Any)
         assert_close(p.grad, gradients.sum(0))
         if converter:
             assert_close(p.diag_ggn_exact, diagonal)
+# ------------------------------------------------------------------ adapters and masks
+
+
+def check_samples(model: nn.Module, *data: Tensor) -> None:
+    """Compare individual gradients and the diagonal of the GGN with plain autograd."""
+    count = len(data[0])
+    y = torch.randint(3, (count,))
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients: list[tuple[Tensor, ...]] = []
+    columns: list[tuple[Tensor, ...]] = []
+    for n in range(count):
+        z = model(*(x[n : n + 1] for x in data))
+        options: Any = {"retain_graph": True, "materialize_grads": True}
+        loss = F.cross_entropy(z, y[n : n + 1])
+        gradients.append(torch.autograd.grad(loss, [*named.values()], **options))
+        p = z[0].softmax(0).detach()
+        for c in range(3):
+            column = z[0, c] * p[c].sqrt() - z[0] @ p * p[c].sqrt()
+            columns.append(torch.autograd.grad(column, [*named.values()], **options))
+    recorded = extend(model, use_converter="record")
+    with warnings.catch_warnings(), backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        warnings.simplefilter("error")
+        extend(nn.CrossEntropyLoss(reduction="sum"))(recorded(*data), y).backward()
+    for parameter, *each in zip(named.values(), *gradients, strict=True):
+        assert_close(parameter.grad_batch, torch.stack(each))
+    for parameter, *each in zip(named.values(), *columns, strict=True):
+        assert_close(parameter.diag_ggn_exact, torch.stack(each).square().sum(0))
+
+
+class RelativePositions(nn.Module):
+    """Attention with a learned bias for each distance, where a causal mask lets it."""
+
+    def __init__(self, expands: bool) -> None:
+        super().__init__()
+        self.tokens, self.biases = nn.Embedding(7, 4), nn.Embedding(4, 2)
+        self.last, self.expands = nn.Linear(4, 3), expands
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        count, length = tokens.shape
+        places = torch.arange(length)
+        biases = self.biases((places[:, None] - places).abs()).permute(2, 0, 1).unsqueeze(0)
+        mask = places[None, None, None, :] <= places[None, None, :, None]
+        if self.expands:
+            mask = mask.expand(count, -1, length, length)
+        bias = torch.where(mask, biases, -1e9)
+        x = self.tokens(tokens).view(count, length, 2, 2).transpose(1, 2)
+        y = F.scaled_dot_product_attention(x, x, x, attn_mask=bias)
+        return self.last(y.transpose(1, 2).reshape(count, length, 4).mean(1))
+
+
+@pytest.mark.parametrize("expands", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_biases_of_positions_behind_a_mask(samples: int, length: int, expands: bool) -> None:
+    """As many positions as samples (and as heads) were an error."""
+    check_samples(RelativePositions(expands), torch.randint(7, (samples, length)))

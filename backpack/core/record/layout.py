@@ -267,9 +267,11 @@ class Layout:
             return
         certain, assumed = (self, other) if other.assumed and not self.assumed else (other, self)
         alike = certain._alike() + assumed._alike()
-        group = list(map(ref, alike))
+        group, sources = list(map(ref, alike)), certain._sources
+        if self.is_constant:  # which may be taken back, also where it is certain
+            sources += assumed._sources
         for layout in alike:
-            layout._group, layout._sources = group, certain._sources
+            layout._group, layout._sources = group, sources
             layout.assumed, layout.dims = certain.assumed, certain.dims
 
     def place(self, shape: Sequence[int]) -> Place | None:

@@ -343,11 +343,17 @@ class PlacedCall(ModuleState):
         self.find_places()
 
     def _take_back_moved(self) -> None:
-        """Let constants be those of a table if samples have read them along another axis."""
-        if any(map(_has_samples, self.layouts_in)):
-            for one, known in zip(self.layouts_in, self.relied_on, strict=False):
-                if one is not None and one.is_constant and one.samples and _facts(one) != known:
-                    one.mark_unbatched()
+        """Let constants be those of a table if samples have read them along another axis.
+
+        So are all of them where the output has turned out to have no samples.
+        """
+        is_of_samples = any(map(_has_samples, self.layouts_in))
+        has_rows = is_of_samples or any(one is None or one.samples for one in self.layouts_out)
+        for one, known in zip(self.layouts_in, self.relied_on, strict=False):
+            if one is None or not (one.is_constant and one.samples):
+                continue
+            if not has_rows or (is_of_samples and _facts(one) != known):
+                one.mark_unbatched()
 
     def _says_corrected(self) -> str:
         return (
