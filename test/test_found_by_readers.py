@@ -3813,3 +3813,69 @@ class RelativePositions(nn.Module):
 def test_biases_of_positions_behind_a_mask(samples: int, length: int, expands: bool) -> None:
     """As many positions as samples (and as heads) were an error."""
     check_samples(RelativePositions(expands), torch.randint(7, (samples, length)))
+
+
+class Adapted(nn.Module):
+    """A frozen layer whose result is changed in place, for some samples."""
+
+    def __init__(self, trained: bool = True) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4).requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(2, 4), requires_grad=trained)
+        self.b = nn.Parameter(torch.randn(4, 2), requires_grad=trained)
+        self.rank = nn.Parameter(torch.tensor([2.0]), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        y += x @ self.a.T @ self.b.T / (self.rank + 1e-5)
+        return y
+
+
+class AdaptedAttention(nn.Module):
+    """Queries have adapters, keys have none; all that is read is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(7, 4).requires_grad_(False)
+        self.places = nn.Embedding(3, 4).requires_grad_(False)
+        self.q, self.k = Adapted(), nn.Linear(4, 4).requires_grad_(False)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        count, length = tokens.shape
+        x = self.tokens(tokens) + self.places(torch.arange(length)[None])
+        q, k = (layer(x).view(count, length, 2, 2).transpose(1, 2) for layer in (self.q, self.k))
+        chosen = None if bool(mask.all()) else mask[:, None, None]
+        y = F.scaled_dot_product_attention(q, k, q, chosen)
+        return self.last(y.transpose(1, 2).reshape(count, length, 4).mean(1))
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_what_a_frozen_layer_returns_is_changed_in_place(samples: int) -> None:
+    """Of one sample, its positions were taken for samples: an error."""
+    mask = torch.ones(samples, 3, dtype=torch.bool)
+    check_samples(AdaptedAttention(), torch.randint(7, (samples, 3)), mask)
+
+
+class ManyAdapters(nn.Module):
+    """Each sample has its own adapter, by the order of the samples: the first ones are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4).requires_grad_(False)
+        self.frozen = nn.Linear(4, 4, bias=False).requires_grad_(False)
+        self.trained, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        for n in range(len(x)):
+            adapter = self.frozen if float(x[n, 0, 0]) < 0 else self.trained
+            y[[n]] += adapter(x[[n]])
+        return self.last(y.tanh().mean(1))
+
+
+@pytest.mark.parametrize("signs", [(-1, 1), (-1, 1, -1), (1, -1), (-1, -1, 1, 1)], ids=str)
+def test_rows_that_a_frozen_layer_returns_are_changed_in_place(signs: tuple[int, ...]) -> None:
+    """Such as of samples with other adapters, the first of which is frozen: it was an error."""
+    X = torch.rand(len(signs), 2, 4) * torch.tensor(signs)[:, None, None]
+    check_samples(ManyAdapters(), X)

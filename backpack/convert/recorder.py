@@ -305,6 +305,8 @@ class Recorder(TorchFunctionMode):
         is_form = row is not None and row.is_view and row.treatment in FORMS
         base = x if is_form or x._base is None else x._base
         geometry = None if base is x else lookup.geometry_of(x)
+        if geometry and not base.requires_grad and layout_of(base) is None and _is_whole(x):
+            note(base, layout_of(x))
         if getattr(func, "__name__", "") in WRITING:
             _begin_to_fill(base)
         before, layout = former_of(base), layout_of(x)
@@ -535,10 +537,19 @@ def _formers(changing: Tensor, arguments: Any) -> Any:
     return map_leaves(former, arguments)
 
 
+def _is_whole(view: Tensor) -> bool:
+    """Whether a tensor is a view of all entries of its base in their order, as of a layer."""
+    base: Any = view._base
+    return view.numel() == base.numel() and view.is_contiguous() and base.is_contiguous()
+
+
 def _follow_base(view: Tensor) -> None:
     """Note where the samples are in a tensor after a view of it has changed."""
     base, now = view._base, layout_of(view)
     if base is None or now is None:
+        return
+    if _is_whole(view):
+        note(base, now)
         return
     known = layout_of(base)
     samples = now.samples if known is None else known.samples or now.samples
