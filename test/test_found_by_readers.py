@@ -3879,3 +3879,38 @@ def test_rows_that_a_frozen_layer_returns_are_changed_in_place(signs: tuple[int,
     """Such as of samples with other adapters, the first of which is frozen: it was an error."""
     X = torch.rand(len(signs), 2, 4) * torch.tensor(signs)[:, None, None]
     check_samples(ManyAdapters(), X)
+
+
+class ParametrisedWhileCalled(nn.Module):
+    """A frozen layer that has a weight with an adapter for as long as it is called."""
+
+    class Added(nn.Module):
+        """Holds what is added, which is no parameter."""
+
+        def __init__(self, change: Tensor) -> None:
+            super().__init__()
+            self.change = change
+
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight + self.change
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3)
+        self.a, self.b = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added = self.Added(2 * self.b.weight @ self.a.weight)
+        parametrize.register_parametrization(self.layer, "weight", added)
+        try:
+            with parametrize.cached():
+                y = self.layer(x)
+        finally:
+            parametrize.remove_parametrizations(self.layer, "weight", leave_parametrized=False)
+        return self.last(y.tanh())
+
+
+@pytest.mark.parametrize("samples", [1, 3, 4])
+def test_layers_that_are_parametrised_while_they_are_called(samples: int) -> None:
+    """With what functions of parameters have computed: an error said that it led nowhere."""
+    check_samples(ParametrisedWhileCalled(), torch.rand(samples, 4))

@@ -239,6 +239,9 @@ def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
         changes_view = works_in_place(module) and any(x._is_view() for x in tensors)
         changes_view &= rule is None or not rule.keeps_something  # what was drawn is not again
         opens = is_packed or changes_view or "_backpack_open" in vars(module)
+        # parametrised since it was extended, perhaps with what functions have computed
+        new = module._modules.get("parametrizations")
+        opens |= new is not None and "_backpack_extend" not in vars(new)
         # parameters that functions have computed, as functional_call may give them
         computed = [*filter(GRAD_FN, filter(IS_SOMETHING, module._parameters.values()))]
         if computed and not opens:
