@@ -3914,3 +3914,24 @@ class ParametrisedWhileCalled(nn.Module):
 def test_layers_that_are_parametrised_while_they_are_called(samples: int) -> None:
     """With what functions of parameters have computed: an error said that it led nowhere."""
     check_samples(ParametrisedWhileCalled(), torch.rand(samples, 4))
+
+
+class FewEntries(nn.Module):
+    """A change of a frozen weight that has few entries, whose places are plain tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3)
+        self.entries = nn.Parameter(torch.randn(5))
+        self.places = torch.tensor([[0, 1, 1, 2, 3], [1, 0, 3, 2, 2]])
+
+    def forward(self, x: Tensor) -> Tensor:
+        change = torch.zeros(4, 4)
+        change[self.places[0], self.places[1]] = self.entries
+        return self.last((self.layer(x) + F.linear(x, change)).tanh())
+
+
+@pytest.mark.parametrize("samples", [1, 2, 4])
+def test_places_that_are_plain_tensors(samples: int) -> None:
+    """Beside a single sample, they were taken for data: an error."""
+    check_samples(FewEntries(), torch.rand(samples, 4))

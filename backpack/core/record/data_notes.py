@@ -182,9 +182,9 @@ def before_repeated(x: Tensor, axes: Sequence[int], samples: int) -> int | None:
 
 
 def has_other_rows(data: Tensor) -> bool:
-    """Whether data has not as many rows as the model that runs has samples, if it has several."""
+    """Whether data has not as many rows as the model that runs has samples."""
     samples = CALLS.running[0].samples if CALLS.running else 0
-    return samples > 1 and data.dim() > 0 and len(data) != samples
+    return data.dim() > 0 and len(data) != samples > 0
 
 
 def memory_of(tensor: Tensor) -> Any:
