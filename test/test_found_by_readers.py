@@ -1212,7 +1212,9 @@ def test_numbers_of_a_batch_with_a_sample_that_is_not_finite() -> None:
     optimiser = private(model.parameters())
     with backpack(*optimiser.extensions):
         lossfunc(model(X) * X.nan_to_num().mean().item(), y).backward()
-    with pytest.raises(ValueError, match="numbers taken before"):
+    with pytest.raises(
+        ValueError, match=rf"numbers taken before.*\(item at {Path(__file__).name}:"
+    ):
         optimiser.step()
 
 
@@ -3935,3 +3937,29 @@ class FewEntries(nn.Module):
 def test_places_that_are_plain_tensors(samples: int) -> None:
     """Beside a single sample, they were taken for data: an error."""
     check_samples(FewEntries(), torch.rand(samples, 4))
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_questions_about_a_batch_name_their_place(is_padded: bool) -> None:
+    """Such as whether a mask has any padding, which another batch may have not."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.layer(x if mask.all() else x.masked_fill(~mask, 0))
+
+    model, (X, y), lossfunc = Masked(), batch(), extend(nn.CrossEntropyLoss())
+    mask = torch.ones(N, 3, dtype=torch.bool)
+    mask[1, 2] = not is_padded
+    optimiser = private(model.parameters())
+    model = extend(model, use_converter="record")  # type: ignore[assignment]
+    with backpack(*optimiser.extensions):
+        lossfunc(model(X, mask), y).backward()
+    if not is_padded:
+        optimiser.step()
+        return
+    with pytest.raises(ValueError, match=rf"\(__bool__ at {Path(__file__).name}:"):
+        optimiser.step()

@@ -12,7 +12,6 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from threading import Lock
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
@@ -25,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from backpack.context import STATE, disable
-from backpack.convert.tracing import users_frame
+from backpack.convert.tracing import place_of_call
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.engine.hooks import extend_one
 from backpack.core.engine.intercept import not_intercepted
@@ -400,7 +399,7 @@ class Recorder(TorchFunctionMode):
         what = None if key is None else self.functions.applications.get(key)
         if what is None:
             what = lookup.application(function, args, kwargs, tensors, at_once)
-            self._extend_all(what, f"{lookup.name_of(function)} at {_place()}")
+            self._extend_all(what, f"{lookup.name_of(function)} at {place_of_call()}")
             if key is not None:
                 self.functions.keep(key, what)
         return what, tensors
@@ -438,7 +437,7 @@ def _begin_to_fill(x: Tensor) -> None:
 
 def _named(layer: Module, function: Function, args: Any, kwargs: Any) -> tuple[Apply, list[Tensor]]:
     """Name the layer that a function is, and return it with its inputs."""
-    vars(layer)["_backpack_name"] = f"{lookup.name_of(function)} at {_place()}"
+    vars(layer)["_backpack_name"] = f"{lookup.name_of(function)} at {place_of_call()}"
     names = ("input",) if function.row is None else function.row.inputs
     inputs = [args[i] if i < len(args) else kwargs[name] for i, name in enumerate(names)]
     return Apply(layer, tuple(map(Slot, range(len(names))))), inputs
@@ -582,9 +581,3 @@ def _changes_input(func: Any, args: Any, kwargs: Any) -> bool:
         return bool(kwargs["inplace"])
     position = _position_of_inplace(func)
     return position is not None and len(args) > position and bool(args[position])
-
-
-def _place() -> str:
-    """Return where a function was called."""
-    frame = users_frame()
-    return "?" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -131,6 +131,12 @@ def users_frame() -> FrameType | None:
     return next((frame for frame, _ in frames if _is_users(frame)), None)
 
 
+def place_of_call() -> str:
+    """Return where the program has called a function that runs now, such as ``"net.py:12"``."""
+    frame = users_frame()
+    return "?" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
 def _users_place() -> Branch | None:
     frame = users_frame()
     return None if frame is None else Branch(frame.f_code.co_filename, frame.f_lineno or 0)

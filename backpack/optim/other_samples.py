@@ -20,6 +20,7 @@ from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_leaves, tree_map
 
 from backpack.context import CTX, disable
+from backpack.convert.tracing import place_of_call
 from backpack.core.derivatives.evaluation import alone
 from backpack.core.engine.loss_terms import is_usual
 from backpack.core.record.data_notes import assigned_place, noted
@@ -86,7 +87,7 @@ OF_MEMORY: Any = (Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage,
 
 
 class Seen(NamedTuple):
-    """A function that has run, whether gradients were enabled, and whether a module has called."""
+    """A function that has run, and whether gradients were enabled, and a module has called it."""
 
     function: Callable[..., Any]
     args: Any
@@ -94,6 +95,7 @@ class Seen(NamedTuple):
     result: Any
     has_gradients: bool
     is_inside: bool
+    place: str = ""  # where the program has called it, if it has returned no tensor
 
 
 class Program:
@@ -159,7 +161,8 @@ class Program:
         # containers that may grow, such as the list of features of a DenseNet, as they are now
         args, kwargs, known = tree_map(lambda x: x, (args, kwargs, result))
         if function is not Tensor.__iter__:
-            self.seen.append(Seen(function, args, kwargs, known, *modes))
+            place = "" if isinstance(result, Tensor) else place_of_call()
+            self.seen.append(Seen(function, args, kwargs, known, *modes, place))
             return result
         parts = args[0].unbind(0)
         self.seen.append(Seen(Tensor.unbind, (*args, 0), {}, parts, *modes))
@@ -348,7 +351,7 @@ class _Batch:
         return list(found)
 
     def _run(self, seen: Seen, numbers: list[Any]) -> None:
-        function, args, kwargs, result, has_gradients, is_inside = seen
+        function, args, kwargs, result, has_gradients, is_inside, place = seen
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         results = tree_leaves(result)
         if not tensors:
@@ -380,6 +383,7 @@ class _Batch:
         if depends and function in OF_MEMORY:
             self.why = f"memory that may be read ({function.__name__})"
         given, options = tree_map(self._value, (args, kwargs))
+        name = f"{function.__name__} at {place}"
         with torch.set_grad_enabled(has_gradients):
             again = WIDE.get(function, function)(*given, **options)
         for x, y in zip(results, tree_leaves(again), strict=True):
@@ -387,9 +391,9 @@ class _Batch:
                 if not is_foreign_function(x.grad_fn):  # a Function has run what was inside of it
                     self.values[id(x)] = y
             elif depends and type(y).__module__ == "numpy":
-                numbers.append((function.__name__, repr(y.tolist())))
+                numbers.append((name, repr(y.tolist())))
             elif depends and isinstance(y, NUMBERS) and function is not Tensor.data_ptr:
-                numbers.append((function.__name__, repr(y)))  # NaN is the same as NaN
+                numbers.append((name, repr(y)))  # NaN is the same as NaN
         if depends:
             changed = [x for x in results if isinstance(x, Tensor)] or tensors[:1]
             self.depends.update(map(id, changed))
