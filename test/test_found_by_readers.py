@@ -3859,6 +3859,18 @@ def test_what_a_frozen_layer_returns_is_changed_in_place(samples: int) -> None:
     check_samples(AdaptedAttention(), torch.randint(7, (samples, 3)), mask)
 
 
+def test_what_changes_a_view_is_made_once() -> None:
+    """Each step found out anew where the samples are: up to sixteen times the plain pass."""
+    model = extend(Adapted(), use_converter="record")
+    kept = vars(model)["_backpack_functions"].applications
+    known = []
+    for _ in range(2):
+        model(torch.rand(2, 3, 4))
+        known.append([id(made.module) for made in kept.values()])
+    assert known[0] == known[1]
+    assert any(made.module.name == "change_view" for made in kept.values())
+
+
 class ManyAdapters(nn.Module):
     """Each sample has its own adapter, by the order of the samples: the first ones are frozen."""
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from threading import Lock
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
+from types import MethodDescriptorType
 from typing import Any
 
 import torch
@@ -49,8 +49,6 @@ PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 EXACT = frozenset(PLAIN) - {float, complex} | {bool}
-# Options that are equal if they are the same, unless they hold something else.
-FUNCTIONS = {FunctionType, BuiltinFunctionType, MethodDescriptorType}
 # Attributes of tensors that lead out of the graph.
 DETACHED = {"data", "grad"}
 # Functions of the graph, or of tangents, behind what they are given.
@@ -481,9 +479,8 @@ def _form(value: Any, tensors: list[Tensor]) -> Any:
         return kind, *[_form(x, tensors) for x in (value.start, value.stop, value.step)]
     if isinstance(value, PLAIN):
         return kind, repr(value)
-    held = getattr(value, "__closure__", None) or getattr(value, "__self__", None)
-    if kind in FUNCTIONS and not isinstance(held, (tuple, Tensor)):
-        return value
+    if kind is MethodDescriptorType or value in lookup.FUNCTIONS:  # which changes a view
+        return kind, value
     raise TypeError(f"{kind.__name__} is no plain option")
 
 
