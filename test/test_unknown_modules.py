@@ -358,6 +358,38 @@ class Table(nn.Module):
         return self.two(F.linear(self.one(x), self.table.weight, self.table.bias))
 
 
+class ProductOfFactors(torch.autograd.Function):
+    """Of two parameters, with a backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return g @ b.T, a.T @ g
+
+
+def test_what_a_recorded_model_does_not_see_is_named() -> None:
+    """It was told to use the converter, which it does."""
+
+    class Factored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(2, 3))
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(F.linear(x, ProductOfFactors.apply(self.a, self.b)).tanh())
+
+    model = extend(Factored(), use_converter="record")
+    with pytest.warns(UserWarning, match="not counted. Converters do not follow .*autograd.Fun"):
+        run(model, *data(), extensions.BatchGrad())
+    assert not hasattr(model.a, "grad_batch")
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_layer_that_is_not_called(first: bool) -> None:
     """Its weights are read by a function: that is said, and right if functions are recorded."""

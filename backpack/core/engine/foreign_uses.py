@@ -16,9 +16,11 @@ from backpack.core.engine.extracted import fail, names_of
 from backpack.core.engine.paths import HiddenGradients
 from backpack.core.record.alive import all_live_calls, is_used
 from backpack.core.record.given import Given
+from backpack.core.record.placed_call import UNSEEN
 from backpack.core.record.registry import derivatives_of
 from backpack.core.record.visits import Visit
 from backpack.core.types import Extension
+from backpack.custom_module.function_module import FunctionModule
 from backpack.utils.warning import warn
 
 HIDDEN = (
@@ -86,11 +88,12 @@ class ForeignUses:
             if len(of_leaves) > 1:
                 names = checks.listed(of_leaves)
                 what = f"parameters of shapes {names} that belong to extended modules are"
+            # of a model whose functions are recorded already
+            advice = UNSEEN if isinstance(call.module, FunctionModule) else checks.CONVERT
             fail(
                 self.exts,
                 f"{what} also used by a function (or a module that was not extended) whose result "
-                f"{call!r} reads. That use is not counted. {checks.CONVERT} Extend layers that are "
-                "new.",
+                f"{call!r} reads. That use is not counted. {advice} Extend layers that are new.",
             )
         self.waiting.clear()
 
