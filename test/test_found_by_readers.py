@@ -3759,6 +3759,8 @@ def test_changes_in_place_of_what_attention_returns(converter: Any, change: Any)
         assert_close(p.grad, gradients.sum(0))
         if converter:
             assert_close(p.diag_ggn_exact, diagonal)
+
+
 # ------------------------------------------------------------------ adapters and masks
 
 
