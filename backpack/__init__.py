@@ -294,7 +294,7 @@ def extend(
         Calling ``extend`` again changes nothing.
 
     Raises:
-        TypeError: If ``module`` is not a module.
+        TypeError: If ``module`` is not a module, or several are given.
         ValueError: If ``use_converter`` is something else, or ``"trace"`` and ``fully_shard`` has
             sharded the model.
         NotImplementedError: For ``torch.nn.DataParallel``.
@@ -302,6 +302,11 @@ def extend(
     """
     if not isinstance(module, Module):
         raise TypeError(f"extend expects a torch.nn.Module, got {_instead_of_module(module)}")
+    if isinstance(debug, Module):
+        raise TypeError(
+            f"extend prepares one module, got {type(module).__name__} and {type(debug).__name__}. "
+            "Call it for each: extend(model), extend(loss_function)."
+        )
     if use_converter not in (True, False, "trace", "record"):
         raise ValueError(
             f"use_converter is True, False, 'trace' or 'record', but not {use_converter!r}."

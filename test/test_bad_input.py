@@ -146,6 +146,13 @@ def test_extend_something_else(thing: Any) -> None:
         extend(thing)
 
 
+def test_extend_model_and_loss_at_once() -> None:
+    model = mlp()
+    with pytest.raises(TypeError, match=r"Sequential and MSELoss.*extend\(model\), extend\("):
+        extend(model, nn.MSELoss())  # type: ignore[call-overload]
+    assert not hasattr(model, "_backpack_extend")
+
+
 def test_second_module_extension() -> None:
     ext = extensions.BatchGrad()
     with pytest.raises(ValueError, match=r"Linear.*overwrite"):
