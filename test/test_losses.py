@@ -924,9 +924,7 @@ def test_advice_on_losses_that_compare_samples(is_module: bool, converter: Any) 
         with backpack(extensions.BatchGrad()):
             loss.backward()
 
-    advice = (
-        "use_converter" if not (is_module or converter) else r"compares .*detach\(\) leaves out"
-    )
+    advice = "use_converter" if not (is_module or converter) else r"compares .*detach\(\) those"
     with pytest.warns(UserWarning, match=rf"mixes the samples .*{advice}") as caught:
         backward(False)
     if converter:

@@ -2264,6 +2264,7 @@ def test_dp_sgd_refuses_losses_that_mix_samples(
         extend(loss)(model(torch.rand(4, 3)), *arguments).backward()
     for warning in caught or []:
         assert "Let each term of the loss depend on one sample" in str(warning.message)
+        assert "[N, 1] and [N] broadcast" in str(warning.message)
         assert "GroupNorm" not in str(warning.message)
     with pytest.raises(ValueError, match=f"{name}.*would not be private"):
         optimiser.step()

@@ -16,9 +16,9 @@ ADDING_ROWS = ("IndexAdd", "IndexPut", "ScatterAdd", "ScatterReduce")
 MODULES_THAT_MIX = "Use eval() or modules that treat samples alone, such as GroupNorm."
 
 LOSS_THAT_MIXES = (
-    "Let each term of the loss depend on one sample. Where a loss compares samples, as contrastive "
-    "ones do, each is one of them if detach() leaves out the part of the gradient of those that it "
-    "is compared with: that is another p.grad, and not private."
+    "Let each term of the loss depend on one sample, with targets of the shape of the prediction: "
+    "[N, 1] and [N] broadcast to [N, N]. In a loss that compares samples, as contrastive ones do, "
+    "detach() those that a sample is compared with: p.grad is then another one, and not private."
 )
 
 
@@ -32,9 +32,8 @@ OF_DATA = "functions of the data before"
 FUNCTIONS_BESIDE = (
     "The functions are no part of the converted model: call them in its forward if they just "
     "move the samples. Where a loss compares the two samples of a pair, let the pairs be the "
-    "samples of the batch, [N, 2, *]. Where it compares each with all others, each is one of them "
-    "if detach() leaves out the part of the gradient of those: that is another p.grad, and not "
-    "private."
+    "samples of the batch, [N, 2, *]. Where it compares each with all others, detach() those: "
+    "p.grad is then another one, and not private."
 )
 
 OTHER_ROWS = (
