@@ -358,6 +358,14 @@ def test_wrong_arguments() -> None:
         spectral_density(operator, 2, 3).density(torch.zeros(1), 0.0)
 
 
+@pytest.mark.parametrize(
+    "estimate", [trace, diagonal, frobenius_norm, spectral_density, partial(logdet, damping=1.0)]
+)
+def test_a_model_in_place_of_an_operator(estimate: Any) -> None:
+    with pytest.raises(TypeError, match=r"operators, such as backpack.linalg.GGN\(.*got Linear"):
+        estimate(torch.nn.Linear(2, 2))
+
+
 def test_progress_needs_no_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
     original = builtins.__import__
 

@@ -16,7 +16,6 @@ from backpack.linalg.estimators import (
     average,
     certain,
     lengths,
-    randomness,
     widest,
 )
 from backpack.linalg.operators import LinearOperator, one_number
@@ -135,6 +134,7 @@ def spectral_density(
     2017), algorithm 1; Lin, Saad, Yang, Approximating spectral densities of large matrices (SIAM
     Review 2016), section 3.2.
     """
+    draw = Randomness(operator, generator, vectors_at_once, progress=False)
     operator._need_symmetric("spectral densities")
     if num_vectors < 1 or steps < 1:
         raise ValueError(f"Needs vectors and steps, got num_vectors={num_vectors}, steps={steps}.")
@@ -143,7 +143,6 @@ def spectral_density(
     if spectrum is not None:
         nodes = at_least_single(spectrum).unsqueeze(0)
         return SpectralDensity(nodes, torch.full_like(nodes, 1 / size), size, 0)
-    draw = randomness(operator, generator, vectors_at_once, False)
     start = draw.normal(num_vectors)
     nodes, weights, products = _lanczos(draw, start / start.norm(dim=0), steps, progress)
     return SpectralDensity(nodes, weights, size, products)

@@ -64,7 +64,12 @@ class Randomness:
     progress: bool
 
     def __post_init__(self) -> None:
-        """Check the number of vectors."""
+        """Check the operator and the number of vectors."""
+        if not isinstance(self.operator, LinearOperator):
+            raise TypeError(
+                "Estimates are of operators, such as backpack.linalg.GGN(model, loss_function, "
+                f"data), got {type(self.operator).__name__}."
+            )
         if self.vectors_at_once is not None and self.vectors_at_once < 1:
             raise ValueError(f"vectors_at_once has to be at least 1, got {self.vectors_at_once}.")
 
@@ -124,6 +129,7 @@ def trace(
     Raises:
         ValueError: If the matrix is not square, there are too few vectors, or there is no such
             method.
+        TypeError: If ``operator`` is something else, such as a model.
 
     Source: Hutchinson (1989); Meyer, Musco, Musco, Woodruff, Hutch++: optimal stochastic trace
     estimation (SOSA 2021), algorithm 1; Epperly, Tropp, Webber, XTrace: making the most of every
@@ -373,9 +379,10 @@ def randomness(
     operator: LinearOperator, generator: Generator | None, at_once: int | None, progress: bool
 ) -> Randomness:
     """Check that a matrix is square."""
+    draw = Randomness(operator, generator, at_once, progress)
     if operator.shape[0] != operator.shape[1]:
         raise ValueError(f"{operator!r} is not square: it has no trace, diagonal or determinant.")
-    return Randomness(operator, generator, at_once, progress)
+    return draw
 
 
 def certain(value: Tensor, products: int = 0) -> Estimate:
