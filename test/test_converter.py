@@ -2272,6 +2272,15 @@ def test_original_is_extended_already() -> None:
     assert not getattr(converted, "_backpack_extend", False)
 
 
+def test_what_is_lost_says_why() -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 2), nn.Tanh()), use_converter=True)
+    assert model.get_submodule("0") is getattr(model, "0")
+    assert not hasattr(model, "append")
+    for use, kind in ((lambda: model.append, AttributeError), (lambda: model[0], TypeError)):
+        with pytest.raises(kind, match=r'methods and properties of its class.*"record"'):
+            use()
+
+
 def test_modules_for_functions() -> None:
     module = FunctionModule(torch.clamp, [Slot(0)], {"max": Slot(1), "min": 0})
     assert repr(module) == "FunctionModule(torch.clamp(input0, max=input1, min=0))"

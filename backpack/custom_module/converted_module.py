@@ -30,6 +30,11 @@ MODES = (
     "A graph has one mode for all of its functions: record them, "
     'extend(model, use_converter="record").'
 )
+NOT_OF_ITS_CLASS = (
+    "extend(model, use_converter=True) has rewritten the model, which has kept its parameters, "
+    "layers and attributes, but not the methods and properties of its class. "
+    'extend(model, use_converter="record") leaves a model as it is.'
+)
 
 
 class Conversion(NamedTuple):
@@ -180,6 +185,26 @@ class ConvertedModule(GraphModule):
                 'use_converter="record").',
             )
         return super().train(mode)  # type: ignore[return-value]
+
+    def __getattr__(self, name: str) -> Any:
+        """Find a layer (at no further call: forward passes do that), a parameter or a buffer."""
+        layers = vars(self).get("_modules", {})
+        if name in layers:
+            return layers[name]
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            told = f"{error}. {NOT_OF_ITS_CLASS}"
+            raise AttributeError(told, name=name, obj=self) from None
+
+    def __getitem__(self, index: Any) -> Any:
+        """Say that this is no container any more.
+
+        Raises:
+            TypeError: Always.
+        """
+        told = f"{type(self).__name__!r} object is not subscriptable. {NOT_OF_ITS_CLASS}"
+        raise TypeError(told)
 
     def report(self) -> str:
         """Return what was converted to what, as a table."""
