@@ -29,6 +29,7 @@ from backpack.core.derivatives.elementwise import (
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.normalization import LayerNormDerivatives
 from backpack.core.engine import elided_gradients, propagations
+from backpack.core.engine.slices import slice_bytes
 from backpack.core.record import calls
 from backpack.core.record.context import Context
 from backpack.core.record.registry import _CACHE, REGISTRY, register
@@ -256,6 +257,9 @@ def quantities(model: nn.Module, loss: nn.Module, *batch: Tensor) -> Values:
     backward([extensions.BatchGrad()])  # memory is used again
     with patch.object(propagations, "MANY_COLUMNS", sys.maxsize):
         backward([extensions.DiagHessian()])
+    with slice_bytes(64):  # a few columns of a sample
+        backward([extensions.BatchDiagGGNExact()])
+        backward([extensions.BatchDiagHessian()])
     backward([extensions.BatchGrad()], sum_individual_gradients=True)
     return found
 

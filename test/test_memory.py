@@ -18,6 +18,7 @@ from apart import run
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from backpack import backpack, disable, extend, extensions, memory_cleanup
 from backpack.core import memory
@@ -655,6 +656,57 @@ def test_a_slice_is_freed_before_the_next_one_travels(monkeypatch: pytest.Monkey
     ):  # three columns of the loss
         loss.backward()
     assert counts == [3, 2, 1]
+
+
+class Largest(TorchDispatchMode):
+    """Entries of the largest tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.entries = max(self.entries, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("needs_hessian", [False, True])
+@pytest.mark.parametrize("of_sequences", [False, True])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(weight=torch.rand(100), label_smoothing=0.1),
+        nn.MSELoss(),
+        nn.BCEWithLogitsLoss(reduction="sum"),
+        nn.PoissonNLLLoss(),
+    ],
+    ids=lambda loss: type(loss).__name__,
+)
+def test_columns_of_many_outputs_are_never_there_at_once(
+    loss: nn.Module, of_sequences: bool, needs_hessian: bool
+) -> None:
+    """C outputs need no [C, C], even for one sample."""
+    torch.manual_seed(0)
+    num_c, T = 100, 2 if of_sequences else 1
+    X, model = torch.randn(N, T, 2), extend(nn.Linear(2, num_c))
+    is_of_classes = isinstance(loss, nn.CrossEntropyLoss)
+    y = torch.randint(num_c, (N * T,)) if is_of_classes else torch.rand(N * T, num_c)
+    model, X, y = model.double(), X.double(), y if is_of_classes else y.double()
+    loss = loss.double()
+
+    ext = extensions.DiagHessian() if needs_hessian else extensions.DiagGGNExact()
+    with Largest() as largest, backpropagation.slice_bytes(8 * 5 * T * num_c), backpack(ext):
+        (3 * extend(loss)(model(X).flatten(0, 1), y)).backward()
+    assert largest.entries < num_c**2 / 4
+
+    outputs = nn.functional.linear(X, model.weight, model.bias).flatten(0, 1).detach()
+    hessian = torch.autograd.functional.hessian(lambda f: 3 * loss(f, y), outputs)
+    diagonal = hessian.flatten(0, 1).flatten(1).diagonal().view(N, T, num_c)
+    diagonals = diagonal.sum((0, 1)), torch.einsum("ntc,nti->ci", diagonal, X.square())
+    for p, expected in zip((model.bias, model.weight), diagonals, strict=True):
+        torch.testing.assert_close(vars(p)[ext.savefield], expected)
 
 
 @pytest.mark.parametrize("is_large", [True, False])

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import CrossEntropyLoss, NLLLoss
 
 from backpack.core import fast
+from backpack.core.derivatives.loss_hessian import SomeColumns
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
 from backpack.core.derivatives.memoise import memoise
 from backpack.core.record.calls import Call
@@ -97,12 +98,27 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
 
     def hessian_root(self, c: Context) -> Tensor:
         """Return ``sqrt(a) (diag(sqrt(p)) - p sqrt(p)ᵀ)``: columns ``sqrt(a p_k) (e_k - p)``."""
+        return _with_positions_apart(_columns(*self._roots(c)))
+
+    def _roots(self, c: Context) -> tuple[Tensor, Tensor]:
+        """Return ``sqrt(a p)`` and p, ``[N, C, *d]``."""
         scale, log_p = self._scale(c), self.log_p(c)
-        p = log_p.exp()
-        roots = scale.sqrt() * (log_p / 2).exp()  # the root of a p of zero: no derivative
-        columns = -roots.movedim(1, 0).unsqueeze(2) * p  # [C, N, C, *d]
-        columns.diagonal(0, 0, 2).add_(roots.movedim(1, -1))
-        return _with_positions_apart(columns)
+        # (log p / 2).exp(): the root of a p of zero has no derivative
+        return scale.sqrt() * (log_p / 2).exp(), log_p.exp()
+
+    @fast.body("Columns are made when they travel.", "hessian_root")
+    def some_of_root(self, c: Context) -> SomeColumns | None:
+        """Return what makes columns of :meth:`hessian_root` without positions."""
+        if c.input.dim() > 2:
+            return None
+        roots, p = self._roots(c)
+        return SomeColumns(p.shape[1], lambda part: _columns(roots[:, part], p, part.start))
+
+    @fast.body("Columns are made when they travel.", "some_of_root", "signed_hessian_root")
+    def some_of_signed_root(self, c: Context) -> SomeColumns | None:
+        """Return the same, unless a scale is negative."""
+        is_signed = not self._counts_samples(c) and is_negative(self._scale(c))
+        return None if is_signed else self.some_of_root(c)
 
     @fast.body("The sum of diag(p) - p pᵀ is one product.", *SOFTMAX, "need_convex", "check_call")
     def hessian_sum(self, c: Context) -> Tensor:
@@ -186,6 +202,13 @@ def _drawn(p: Tensor, count: int) -> Tensor:
     sums = p.to(torch.promote_types(p.dtype, torch.float32)).cumsum(1)
     uniform = torch.rand(count, len(p), 1, *p.shape[2:], dtype=sums.dtype, device=p.device)
     return (sums[:, :-1] <= uniform * sums[:, -1:]).sum(2, keepdim=True)
+
+
+def _columns(roots: Tensor, p: Tensor, first: int = 0) -> Tensor:
+    """Return ``sqrt(a p_k) (e_k - p)`` for classes from the first on: ``[V, N, C, *d]``."""
+    columns = -roots.movedim(1, 0).unsqueeze(2) * p
+    columns.diagonal(first, 0, 2).add_(roots.movedim(1, -1))
+    return columns
 
 
 def _with_positions_apart(columns: Tensor) -> Tensor:

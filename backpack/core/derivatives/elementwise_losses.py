@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.functional import logsigmoid
 
+from backpack.core import fast
 from backpack.core.derivatives.facts import constant
+from backpack.core.derivatives.loss_hessian import SomeColumns
 from backpack.core.derivatives.lossbase import (
     BaseLossDerivatives,
     is_negative,
     not_convex,
     scaled_identity,
+    some_of_identity,
 )
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
@@ -100,8 +103,20 @@ class ElementwiseLossDerivatives(BaseLossDerivatives):
 
     def hessian_root(self, c: Context) -> Tensor:
         """Return ``diag(sqrt(c w l''))``."""
-        scale = self._scale(c)
-        return scaled_identity(scale.abs().sqrt() * self.root(c))
+        return scaled_identity(self._root_of_diagonal(c))
+
+    def _root_of_diagonal(self, c: Context) -> Tensor:
+        return self._scale(c).abs().sqrt() * self.root(c)
+
+    @fast.body("Columns are made when they travel.", "hessian_root")
+    def some_of_root(self, c: Context) -> SomeColumns:
+        """Return what makes columns of ``diag(sqrt(c w l''))``."""
+        return some_of_identity(self._root_of_diagonal(c))
+
+    @fast.body("Columns are made when they travel.", "some_of_root", "signed_hessian_root")
+    def some_of_signed_root(self, c: Context) -> SomeColumns | None:
+        """Return the same, unless a second derivative is negative."""
+        return None if is_negative(self._hessian(c)) else self.some_of_root(c)
 
     def signed_hessian_root(self, c: Context) -> tuple[Tensor, Tensor | None]:
         """Return the root, or unit vectors with the Hessian as weights if some are negative."""

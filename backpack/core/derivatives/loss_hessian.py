@@ -21,6 +21,13 @@ from backpack.core.record.visits import Visit
 from backpack.core.rows import Rows, row_numbers
 
 
+class SomeColumns(NamedTuple):
+    """What makes some columns of a factor, where all of them would be too many."""
+
+    num_columns: int
+    make: Callable[[slice], Tensor]  # those from a start to a stop, [V, N, *d]
+
+
 class Chosen(NamedTuple):
     """Rows of a loss whose prediction has chosen rows."""
 
@@ -126,6 +133,15 @@ class LossHessian:
             return self.rule.thin_hessian_root(c) if thin else self.rule.hessian_root(c)
 
         return self._at_rows(factor)
+
+    def some_columns(self, signed: bool = False) -> SomeColumns | None:
+        """Return what makes some columns of an exact factor, if the loss knows it."""
+        if self.chosen is not None:
+            return None
+        if signed:
+            return self.rule.some_of_signed_root(self.c)
+        self.rule.need_convex(self.c)
+        return self.rule.some_of_root(self.c)
 
     def signed_root(self) -> tuple[Any, Tensor | None]:
         """Return an exact signed factor: columns ``[V, N, *d]``, weights ``[V, N]`` or None."""

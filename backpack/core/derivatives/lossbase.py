@@ -26,7 +26,7 @@ from backpack.context import disable
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.facts import always, never
 from backpack.core.derivatives.interface import LossInterface
-from backpack.core.derivatives.loss_hessian import place_of_chosen
+from backpack.core.derivatives.loss_hessian import SomeColumns, place_of_chosen
 from backpack.core.derivatives.terms import num_terms
 from backpack.core.record.context import Context
 from backpack.core.record.module_state import cast, describe
@@ -92,6 +92,17 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
             ``sum_v w_vn s_vn s_vnᵀ = ∇²_n``.
         """
         return self.hessian_root(c), None
+
+    def some_of_root(self, c: Context) -> SomeColumns | None:
+        """Return what makes some columns of :meth:`hessian_root`; None: it makes all at once."""
+        return None
+
+    def some_of_signed_root(self, c: Context) -> SomeColumns | None:
+        """Return what makes some columns of a factor of the Hessian whose weights are 1, or None.
+
+        The factor need not be that of :meth:`signed_hessian_root`.
+        """
+        return None
 
     def sampled_hessian_root(self, c: Context, mc_samples: int) -> Any:
         """Gradients for targets drawn from the model's prediction, of all rows: ``[M, N, *d]``."""
@@ -236,6 +247,18 @@ def is_negative(tensor: Tensor) -> bool:
     if not has_values(tensor):
         return False
     return tensor.item() < 0 if tensor.numel() == 1 else bool((tensor < 0).any())
+
+
+def some_of_identity(diagonal: Tensor) -> SomeColumns:
+    """Return what makes columns of :func:`scaled_identity`."""
+    flat = diagonal.flatten(1)
+
+    def make(part: slice) -> Tensor:
+        columns = flat.new_zeros(part.stop - part.start, *flat.shape)
+        columns.diagonal(part.start, 0, 2).copy_(flat[:, part])
+        return columns.reshape(-1, *diagonal.shape)
+
+    return SomeColumns(flat.shape[1], make)
 
 
 def scaled_identity(diagonal: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch.nn import Parameter
 
 from backpack.context import STATE
 from backpack.core import fast, memory
+from backpack.core.derivatives.loss_hessian import SomeColumns
 from backpack.core.derivatives.lossbase import Columns
 from backpack.core.engine import call_products
 from backpack.core.engine.diagonals import COLLECTED, Diagonals, ResidualSource
@@ -63,12 +64,20 @@ class LossSource:
     # whether rows of one sample add up, as gradients do; else each has columns of its own
     adds_up: bool = False
     scale: Tensor | None = None  # what they are multiplied with; None for 1
+    # computes what makes some columns, or None: asked where all of a single row are too many
+    some: Callable[[Rows], SomeColumns | None] | None = None
+    is_cut: bool = False  # whether they are
     _last: tuple[Rows, Sequence[Tensor | None], Tensor | None] | None = field(
         default=None, init=False
     )
 
+    _last_some: tuple[Rows, SomeColumns | None] | None = field(default=None, init=False)
+
     def num_columns(self, rows: Rows) -> int:
         """Number of columns V; computes those of ``rows``."""
+        some = self._some(rows) if self.is_cut else None
+        if some is not None:
+            return some.num_columns
         mats, _ = self._emit(rows)
         return next(len(mat) for mat in mats if mat is not None)
 
@@ -82,8 +91,21 @@ class LossSource:
             self._last = rows, mats, weights
         return self._last[1:]
 
+    def _some(self, rows: Rows) -> SomeColumns | None:
+        """Return what makes some columns, if it is known."""
+        if self.some is None:
+            return None
+        if self._last_some is None or self._last_some[0] != rows:
+            self._last_some = rows, self.some(rows)
+        return self._last_some[1]
+
     def columns(self, rows: Rows, part: slice) -> list[Factor | None]:
         """Emit a slice of the columns at the call's inputs: ``[V, rows, *in]``."""
+        some = self._some(rows) if self.is_cut else None
+        if some is not None:
+            mat = some.make(slice(*part.indices(some.num_columns)))
+            mat = mat if self.scale is None else mat * self.scale
+            return [Factor(mat, mat.shape[1], adds_up=self.adds_up)]
         mats, weights = self._emit(rows)
         weights = None if weights is None else weights[part]
         return [
@@ -285,6 +307,9 @@ class Backpropagation:
         # There are rarely more columns than entries. If that many fit, emit all; else emit one row,
         # just to count them.
         few = size * whole * (whole // max(1, plan.base)) <= limit
+        if not (few or plan.mixing) and isinstance(source, LossSource):
+            entries = call.inputs[0].shape[1:].numel()
+            source.is_cut = size * entries * (entries - 1) > limit  # thin factors have one less
         rows = self.subsampling and plan.rows(call, self.subsampling)
         num_v = source.num_columns(rows if few else slice(0, 1))
         if plan.mixing:

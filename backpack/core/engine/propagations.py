@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack.core.derivatives.loss_hessian import LossHessian
+from backpack.core.derivatives.loss_hessian import LossHessian, SomeColumns
 from backpack.core.derivatives.lossbase import Columns, is_negative
 from backpack.core.derivatives.vectors import first_of
 from backpack.core.engine import call_products
@@ -126,6 +127,10 @@ class LossFactor(Propagation):
     # makes the columns of a loss
     emission: Callable[[Visit, Backpropagation], Emission]
 
+    def some_columns(self, call: Visit, rows: Rows) -> SomeColumns | None:
+        """Return what makes some columns of a loss; None if all are made at once."""
+        return None
+
     def run(
         self,
         plan: Plan,
@@ -148,7 +153,8 @@ class LossFactor(Propagation):
             scale, rule = root_of_scale(call, savefields), user_loss_rule(call, exts)
             if rule is None:
                 rule = self.emission(call, backpropagation)
-                sources.append(LossSource(call, rule, self.of_gradients, scale))
+                some = partial(self.some_columns, call)
+                sources.append(LossSource(call, rule, self.of_gradients, scale, some))
             else:
                 sources.append(LossSource(call, rule, self.of_gradients))
         backpropagation.run(sources)
@@ -164,6 +170,10 @@ class ExactFactor(LossFactor):
         plan, shows = backpropagation.plan, backpropagation.extraction.shows_columns
         thin = not (backpropagation.rules or shows) and plan.base * plan.size >= MANY_COLUMNS
         return lambda rows: (LossHessian(call, rows).root(thin), None)
+
+    def some_columns(self, call: Visit, rows: Rows) -> SomeColumns | None:
+        """Return what makes some columns."""
+        return LossHessian(call, rows).some_columns()
 
 
 @dataclass(frozen=True)
@@ -320,6 +330,9 @@ class HessianFactors(Propagation):
     def _loss_source(call: Visit) -> Source:
         scale = loss_scale(call)
 
+        def some(rows: Rows) -> SomeColumns | None:
+            return LossHessian(call, rows).some_columns(signed=True)
+
         def factor(rows: Rows) -> tuple[Columns, Tensor | None]:
             columns, weights = LossHessian(call, rows).signed_root()
             if is_negative(scale):
@@ -327,7 +340,8 @@ class HessianFactors(Propagation):
                 weights = mat.new_full(mat.shape[:2], -1) if weights is None else -weights
             return columns, weights
 
-        return LossSource(call, factor, scale=scale.abs().sqrt())
+        root = scale.abs().sqrt()
+        return LossSource(call, factor, scale=root, some=None if is_negative(scale) else some)
 
     @staticmethod
     def _by_products(
