@@ -260,6 +260,7 @@ def quantities(model: nn.Module, loss: nn.Module, *batch: Tensor) -> Values:
     with slice_bytes(64):  # a few columns of a sample
         backward([extensions.BatchDiagGGNExact()])
         backward([extensions.BatchDiagHessian()])
+        backward([extensions.HBP("GGN", "EXACT", "SQRT", "BOTEV_MARTENS")])
     backward([extensions.BatchGrad()], sum_individual_gradients=True)
     return found
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from backpack import backpack, disable, extend, extensions, memory_cleanup
 from backpack.core import memory
@@ -707,6 +708,37 @@ def test_columns_of_many_outputs_are_never_there_at_once(
     diagonals = diagonal.sum((0, 1)), torch.einsum("ntc,nti->ci", diagonal, X.square())
     for p, expected in zip((model.bias, model.weight), diagonals, strict=True):
         torch.testing.assert_close(vars(p)[ext.savefield], expected)
+
+
+@pytest.mark.parametrize("subsampling", [None, [2, 0, 2]])
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss(reduction="sum")])
+def test_kronecker_factor_at_a_loss_multiplies_no_columns(
+    loss: nn.Module, is_weighted: bool, subsampling: list[int] | None
+) -> None:
+    """Of C outputs it is the sum of N Hessians; the columns would take ``N C³`` operations."""
+    torch.manual_seed(0)
+    num_c = 30
+    hidden, head = nn.Linear(3, 2).double(), nn.Linear(2, num_c).double()
+    model, X = extend(nn.Sequential(hidden, nn.Tanh(), head)), torch.randn(N, 3).double()
+    y = torch.randint(num_c, (N,))
+    y = y if isinstance(loss, nn.CrossEntropyLoss) else torch.rand(N, num_c).double()
+    loss.weight = torch.rand(num_c).double() if is_weighted else None
+    ext = extensions.KFLR(subsampling=subsampling)
+    with FlopCounterMode(display=False) as flops, backpropagation.slice_bytes(1000), backpack(ext):
+        (3 * extend(loss)(model(X), y)).backward()
+    chosen = range(N) if subsampling is None else subsampling
+    assert flops.get_total_flops() < len(chosen) * num_c**3
+
+    h = hidden(X).tanh().detach()
+    hessian = torch.autograd.functional.hessian(lambda f: 3 * loss(f, y), head(h).detach())
+    B = sum(hessian[n, :, n] for n in chosen)
+    A = sum(torch.outer(h[n], h[n]) for n in chosen) / len(chosen)
+    torch.testing.assert_close(head.weight.kflr, [B, A])
+    torch.testing.assert_close(head.bias.kflr, [B])
+    J = head.weight @ torch.diag_embed(1 - h.square())  # [N, C, 2]
+    B_of_hidden = sum(J[n].T @ hessian[n, :, n] @ J[n] for n in chosen)
+    torch.testing.assert_close(hidden.weight.kflr[0], B_of_hidden)
 
 
 @pytest.mark.parametrize("is_large", [True, False])

@@ -129,7 +129,14 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         self.need_convex(c)
         scale, p = self._scale(c), self.p(c)
         mass = scale * p
-        return torch.addmm(mass.sum(0).diag(), mass.mT, p, alpha=-1)
+        total = mass.mT @ -p
+        total.diagonal().add_(mass.sum(0))
+        return total
+
+    @fast.body("That is what it is for.", "hessian_sum", "hessian_root")
+    def knows_hessian_sum(self, c: Context) -> bool:
+        """Return whether there are no positions."""
+        return c.input.dim() == 2
 
     @fast.body("The Cholesky factor has a column less.", *SOFTMAX)
     def thin_hessian_root(self, c: Context) -> Tensor:

@@ -118,6 +118,18 @@ class ElementwiseLossDerivatives(BaseLossDerivatives):
         """Return the same, unless a second derivative is negative."""
         return None if is_negative(self._hessian(c)) else self.some_of_root(c)
 
+    @fast.body("The sum of diagonal matrices is diagonal.", "hessian_root")
+    def hessian_sum(self, c: Context) -> Tensor:
+        """Return ``diag(sum_n c w l'')``."""
+        self.check_call(c)
+        self.need_convex(c)
+        return self._hessian(c).flatten(1).sum(0).diag()
+
+    @fast.body("That is what it is for.", "hessian_sum", "hessian_root")
+    def knows_hessian_sum(self, c: Context) -> bool:
+        """Return that it is known."""
+        return True
+
     def signed_hessian_root(self, c: Context) -> tuple[Tensor, Tensor | None]:
         """Return the root, or unit vectors with the Hessian as weights if some are negative."""
         hessian = self._hessian(c)

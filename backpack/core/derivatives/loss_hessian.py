@@ -168,6 +168,11 @@ class LossHessian:
             return torch.zeros_like(t)
         return chosen.spread(apply(self.seen, chosen.taken(t)))
 
+    @property
+    def knows_sum(self) -> bool:
+        """Whether :meth:`sum` takes no factor, and is of the rows that the engine has."""
+        return self.chosen is None and self.rule.knows_hessian_sum(self.c)
+
     def sum(self) -> Tensor:
         """Sum the Hessians of the samples: ``[D, D]``."""
         return self.rule.hessian_sum(self.seen)

@@ -149,6 +149,10 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
         rows = factor.reshape(len(factor), -1)
         return rows.T @ rows
 
+    def knows_hessian_sum(self, c: Context) -> bool:
+        """Return whether :meth:`hessian_sum` takes no factor."""
+        return False
+
     def need_convex(self, c: Context) -> None:
         """Raise :func:`not_convex` if the Hessian is not positive semidefinite."""
 

@@ -22,12 +22,12 @@ from torch.nn import Parameter
 
 from backpack.context import STATE
 from backpack.core import fast, memory
-from backpack.core.derivatives.loss_hessian import SomeColumns
+from backpack.core.derivatives.loss_hessian import LossHessian, SomeColumns
 from backpack.core.derivatives.lossbase import Columns
 from backpack.core.engine import call_products
 from backpack.core.engine.diagonals import COLLECTED, Diagonals, ResidualSource
 from backpack.core.engine.extracted import Bases
-from backpack.core.engine.extraction import Extraction
+from backpack.core.engine.extraction import Extraction, GramOfLoss
 from backpack.core.engine.factors import Factor, columns_apart
 from backpack.core.engine.plan import Plan
 from backpack.core.engine.products import extract
@@ -45,6 +45,9 @@ from backpack.utils.progress import with_bar
 T = TypeVar("T")
 FEWER_COLUMNS = fast.path(
     "fewer columns", "More columns than a sample has entries are replaced by that many."
+)
+GRAM_OF_LOSS = fast.path(
+    "Gram matrix of a loss", "The layer before a loss has the sum of its Hessians, not of columns."
 )
 # How many times longer a multiplication takes in a triangular decomposition than in a product.
 SLOWER = 8
@@ -64,7 +67,7 @@ class LossSource:
     # whether rows of one sample add up, as gradients do; else each has columns of its own
     adds_up: bool = False
     scale: Tensor | None = None  # what they are multiplied with; None for 1
-    # computes what makes some columns, or None: asked where all of a single row are too many
+    # of exact factors: computes what makes some columns, or None, where all of a row are too many
     some: Callable[[Rows], SomeColumns | None] | None = None
     is_cut: bool = False  # whether they are
     _last: tuple[Rows, Sequence[Tensor | None], Tensor | None] | None = field(
@@ -193,6 +196,13 @@ class State:
 
 _STEP_BETWEEN_ROWS = methodcaller("stride", 1)
 _RULES = attrgetter("rules")
+
+
+def rows_are_outputs(call: Visit) -> bool:
+    """Whether the Kronecker rows of a layer are what arrives at its output, of one position."""
+    rule = call.derivatives
+    is_linear = rule is not None and rule.kronecker_rows_are_shared and len(call.origins_out) == 1
+    return is_linear and call.rows_are_samples and len(call.shape_out[0]) == 2
 
 
 class Backpropagation:
@@ -388,12 +398,26 @@ class Backpropagation:
         self.returns_memory = len(parts) > 1 and self.is_large
         column = plan.column_bytes() if len(parts) == 1 and not plan.mixing else None
         self.is_one_slice = column is not None and len(parts[0].columns) * column <= self.limit
+        if GRAM_OF_LOSS.is_on and not (self.is_one_slice or plan.mixing):
+            self.extraction.gram_at = self._gram_of_loss(source)
         for part in self._with_bar("slices", parts):
             chosen = self.subsampling
             samples = chosen if self.is_one_slice else part.chosen(plan.base, chosen)
             state = State(part, None if plan.mixing else samples)
             state.deliver(plan, source.call, self._start(source, part, samples))
             self._carry(state, calls)
+
+    def _gram_of_loss(self, source: Source) -> GramOfLoss | None:
+        """Return the Gram matrix of all columns of a source, if a layer has it as it is."""
+        if not isinstance(source, LossSource) or source.some is None:
+            return None
+        plan, loss, (origin, *_) = self.plan, source.call, source.call.origins_in
+        producer = None if origin is None else plan.producers.get(origin)
+        readers = [c for c in plan.calls if origin in c.origins_in]
+        if producer is None or readers != [loss] or not rows_are_outputs(producer.call):
+            return None
+        hessian = LossHessian(loss, self.subsampling and plan.rows(loss, self.subsampling))
+        return GramOfLoss(producer.call, hessian, source.scale) if hessian.knows_sum else None
 
     def _with_bar(self, what: str, items: Sequence[T]) -> Iterable[T]:
         """Let a bar tell how far what takes long has come."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from operator import attrgetter
 from typing import Any
@@ -40,6 +40,20 @@ from backpack.core.types import Extension, Save
 _NEEDS, _SAVEFIELD = map(attrgetter, ("needs", "savefield"))
 
 
+@dataclass
+class GramOfLoss:
+    """The Gram matrix of all columns of a loss at the layer whose output it reads."""
+
+    call: Visit  # of the layer
+    hessian: LossHessian
+    scale: Tensor | None  # what columns are multiplied with
+
+    def matrix(self) -> Tensor:
+        """Sum the Hessians: ``[O, O]``."""
+        found = self.hessian.sum()
+        return found if self.scale is None else found * self.scale.square()
+
+
 class Extraction:
     """What a group of extensions wants at parameters, and what slices and sources have brought."""
 
@@ -71,6 +85,7 @@ class Extraction:
         if self.is_unsliced:  # what does not come in one piece is made of the products themselves
             self._summed = self._summed - UNSLICED | {COLUMNS}
         self._rows_per_sample: dict[Visit, int] = {}  # how many belong to one independent sample
+        self.gram_at: GramOfLoss | None = None  # of the source at hand, if known without columns
         self.is_second = False  # whether sums of squares in bases alone are left to be summed
         # what slices of the source at hand have brought, and those before; but for products with
         # each column: these of each source, and how many columns one of it has become
@@ -105,8 +120,19 @@ class Extraction:
                 self.of_source[p] = {
                     name: Gathered(REDUCTIONS[name], before.get(name)) for name in self._summed
                 }
+            at_loss = self._gram_of(p, uses)
             for name, gathered in self.of_source[p].items():
-                gathered.add(products[name], part)
+                if at_loss is None or name not in GRAMS.values():
+                    gathered.add(products[name], part)
+                elif part.samples.start == part.columns.start == 0:  # that of all is added once
+                    gathered.add(at_loss.matrix(), Part())
+
+    def _gram_of(self, p: Parameter, uses: Sequence[Use]) -> GramOfLoss | None:
+        """Return the Gram matrix that is known, if it is that of a parameter."""
+        at, (largest, _) = self.gram_at, self.options
+        if at is None or uses[0].call is not at.call or len(self._plan.uses[p]) > 1:
+            return None
+        return at if at.call.shape_out[0][1] <= largest else None
 
     def end_source(self) -> None:
         """Join what has come from a source with what has come from those before."""

@@ -124,12 +124,14 @@ class LossFactor(Propagation):
     reads_gradients = False  # first derivatives carry the factor, which depends on the prediction
     # whether columns are gradients, which add up where rows merge: also of targets that are drawn
     of_gradients: ClassVar[bool] = False
+    is_exact: ClassVar[bool] = False  # whether S Sᵀ is the Hessian of the loss
     # makes the columns of a loss
     emission: Callable[[Visit, Backpropagation], Emission]
 
-    def some_columns(self, call: Visit, rows: Rows) -> SomeColumns | None:
-        """Return what makes some columns of a loss; None if all are made at once."""
-        return None
+    @staticmethod
+    def some_columns(call: Visit, rows: Rows) -> SomeColumns | None:
+        """Return what makes some columns of an exact factor, if the loss knows it."""
+        return LossHessian(call, rows).some_columns()
 
     def run(
         self,
@@ -153,7 +155,7 @@ class LossFactor(Propagation):
             scale, rule = root_of_scale(call, savefields), user_loss_rule(call, exts)
             if rule is None:
                 rule = self.emission(call, backpropagation)
-                some = partial(self.some_columns, call)
+                some = partial(self.some_columns, call) if self.is_exact else None
                 sources.append(LossSource(call, rule, self.of_gradients, scale, some))
             else:
                 sources.append(LossSource(call, rule, self.of_gradients))
@@ -164,16 +166,14 @@ class LossFactor(Propagation):
 class ExactFactor(LossFactor):
     """The exact factor S of the loss Hessian, ``[C, N, *out]`` at every module."""
 
+    is_exact = True
+
     def emission(self, call: Visit, backpropagation: Backpropagation) -> Emission:
         """Make columns when they start."""
         # if nobody sees the columns, and one less saves more than it takes to find the others
         plan, shows = backpropagation.plan, backpropagation.extraction.shows_columns
         thin = not (backpropagation.rules or shows) and plan.base * plan.size >= MANY_COLUMNS
         return lambda rows: (LossHessian(call, rows).root(thin), None)
-
-    def some_columns(self, call: Visit, rows: Rows) -> SomeColumns | None:
-        """Return what makes some columns."""
-        return LossHessian(call, rows).some_columns()
 
 
 @dataclass(frozen=True)
