@@ -2099,6 +2099,28 @@ def test_slices_of_samples_and_columns(limit: int) -> None:
     torch.testing.assert_close(*found, **TOLERANCE)
 
 
+@pytest.mark.parametrize("limit", [64, 200, None])
+@pytest.mark.parametrize("negative", range(3))
+def test_slices_of_hessians_whose_losses_have_signs(negative: int, limit: int | None) -> None:
+    """Whatever the sign of the first sample's weight, all samples have as many columns."""
+    weight = torch.tensor([2.0, 1.0, 3.0, 1.0]) * torch.tensor(
+        [-1 if i == negative else 1 for i in range(4)]
+    )
+    lossfunc = nn.CrossEntropyLoss(weight, reduction="sum")
+    model, X, y = (
+        nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 4)),
+        torch.randn(N, 3),
+        torch.arange(N),
+    )
+    expected = oracle.hessian_diag(model, lossfunc, X, y)
+    with slice_bytes(limit), backpack(extensions.DiagHessian(), extensions.BatchDiagHessian()):
+        extend(lossfunc)(extend(model)(X), y).backward()
+    check(model, "diag_h", expected)
+    torch.testing.assert_close(
+        [v.sum(0) for v in values(model, "diag_h_batch")], expected, **TOLERANCE
+    )
+
+
 def test_kronecker_factors_of_two_losses_in_slices() -> None:
     """A slice has a gram of its own, also of a parameter whose other use is elsewhere."""
     model, lossfunc = extend(mlp()), extend(nn.CrossEntropyLoss())

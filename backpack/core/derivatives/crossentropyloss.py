@@ -116,8 +116,8 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
 
     @fast.body("Columns are made when they travel.", "some_of_root", "signed_hessian_root")
     def some_of_signed_root(self, c: Context) -> SomeColumns | None:
-        """Return the same, unless a scale is negative."""
-        is_signed = not self._counts_samples(c) and is_negative(self._scale(c))
+        """Return the same, unless a scale is negative: also of other rows, for as many columns."""
+        is_signed = not self._counts_samples(c) and is_negative(self._scale(c.at(None)))
         return None if is_signed else self.some_of_root(c)
 
     @fast.body("The sum of diag(p) - p pᵀ is one product.", *SOFTMAX, "need_convex", "check_call")
