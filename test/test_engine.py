@@ -2121,6 +2121,14 @@ def test_slices_of_hessians_whose_losses_have_signs(negative: int, limit: int | 
     )
 
 
+def test_averaged_hessian_of_predictions_with_one_axis() -> None:
+    model, X, y = nn.Sequential(nn.Linear(3, 1)), torch.randn(N, 3), torch.rand(N)
+    with backpack(extensions.KFRA()):
+        extend(nn.BCEWithLogitsLoss())(extend(model)(X).squeeze(-1), y).backward()
+    p = model(X).sigmoid()
+    torch.testing.assert_close(model[0].bias.kfra[0], (p - p.square()).mean(0)[None], **TOLERANCE)
+
+
 def test_kronecker_factors_of_two_losses_in_slices() -> None:
     """A slice has a gram of its own, also of a parameter whose other use is elsewhere."""
     model, lossfunc = extend(mlp()), extend(nn.CrossEntropyLoss())

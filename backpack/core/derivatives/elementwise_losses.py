@@ -123,7 +123,7 @@ class ElementwiseLossDerivatives(BaseLossDerivatives):
         """Return ``diag(sum_n c w l'')``."""
         self.check_call(c)
         self.need_convex(c)
-        return self._hessian(c).flatten(1).sum(0).diag()
+        return self._hessian(c).sum(0).flatten().diag()
 
     @fast.body("That is what it is for.", "hessian_sum", "hessian_root")
     def knows_hessian_sum(self, c: Context) -> bool:
