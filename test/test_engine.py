@@ -2121,6 +2121,34 @@ def test_slices_of_hessians_whose_losses_have_signs(negative: int, limit: int | 
     )
 
 
+@pytest.mark.parametrize("limit", [64, None])
+@pytest.mark.parametrize(
+    ("shape", "lossfunc"),
+    [
+        ((-1, 3), nn.MSELoss()),
+        ((-1, 3), nn.CrossEntropyLoss()),
+        ((-1,), nn.BCEWithLogitsLoss()),
+        ((N, 2, 3), nn.MSELoss()),
+        ((N, 3, 2), nn.CrossEntropyLoss()),
+    ],
+    ids=str,
+)
+def test_slices_of_losses_that_read_a_view(
+    shape: tuple[int, ...], lossfunc: nn.Module, limit: int | None
+) -> None:
+    """The factor of the layer before is of its rows, and not of those of the loss."""
+    model, X = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 6)), torch.randn(N, 3)
+    f = model(X).detach()
+    is_class = isinstance(lossfunc, nn.CrossEntropyLoss)
+    y = f.view(shape).argmin(1) if is_class else torch.rand_like(f.view(shape))
+    H = torch.autograd.functional.hessian(lambda f: lossfunc(f.view(shape), y), f)
+    expected = torch.einsum("npnq->pq", H)
+    with slice_bytes(limit), backpack(extensions.KFLR()):
+        extend(lossfunc)(extend(model)(X).view(shape), y).backward()
+    torch.testing.assert_close(model[2].weight.kflr[0], expected, **TOLERANCE)
+    torch.testing.assert_close(model[2].bias.kflr[0], expected, **TOLERANCE)
+
+
 def test_averaged_hessian_of_predictions_with_one_axis() -> None:
     model, X, y = nn.Sequential(nn.Linear(3, 1)), torch.randn(N, 3), torch.rand(N)
     with backpack(extensions.KFRA()):

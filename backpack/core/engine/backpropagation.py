@@ -416,6 +416,8 @@ class Backpropagation:
         readers = [c for c in plan.calls if origin in c.origins_in]
         if producer is None or readers != [loss] or not rows_are_outputs(producer.call):
             return None
+        if loss.shape_in[0] != producer.call.shape_out[0]:  # other rows: samples may have several
+            return None
         hessian = LossHessian(loss, self.subsampling and plan.rows(loss, self.subsampling))
         return GramOfLoss(producer.call, hessian, source.scale) if hessian.knows_sum else None
 

@@ -51,7 +51,8 @@ class GramOfLoss:
     def matrix(self) -> Tensor:
         """Sum the Hessians: ``[O, O]``."""
         found = self.hessian.sum()
-        return found if self.scale is None else found * self.scale.square()
+        found = found if self.scale is None else found * self.scale.square()
+        return found.to(self.call.outputs[0].device)
 
 
 class Extraction:
