@@ -403,6 +403,37 @@ class Steps(torch.autograd.Function):
         return torch.zeros_like(first) + 2 * second
 
 
+class SignOnce(torch.autograd.Function):
+    """A sign, whose gradient is zero, marked as what autograd cannot differentiate twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """[*] -> [*]."""
+        return x.sign()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Return zero."""
+        return torch.zeros_like(grad)
+
+
+class Scaled(torch.autograd.Function):
+    """A product of which one factor has a gradient without a graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, data: Tensor) -> Tensor:
+        """[*], [*] -> [*]."""
+        ctx.save_for_backward(x, data)
+        return x * data
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the second gradient without a graph."""
+        x, data = ctx.saved_tensors
+        return grad * data, (grad * x).detach()
+
+
 @pytest.mark.parametrize("cube, way", [(Cube, "none"), (CubeOnce, "graph")], ids=["none", "once"])
 def test_backward_passes_without_a_derivative(cube: type[Cube], way: str) -> None:
     """Autograd takes them for constants: the Hessian was without a part, and symmetric."""
@@ -413,6 +444,21 @@ def test_backward_passes_without_a_derivative(cube: type[Cube], way: str) -> Non
         R_op(cube.apply(x, way), x, v)
     with pytest.raises(RuntimeError, match=f"function {cube.__name__} cannot be differentiated"):
         hessian_vector_product(cube.apply(x, way).sum(), x, v)  # of a gradient that is constant
+
+
+def test_functions_whose_constant_gradients_are_zero_or_of_others() -> None:
+    x, v, data = rand(4, requires_grad=True), rand(4, seed=1), rand(4, seed=2).requires_grad_()
+
+    def f(x: Tensor) -> Tensor:
+        return (x + SignOnce.apply(x)).pow(3)
+
+    H = hessian(lambda x: ((x + x.detach().sign()).pow(3) * data).sin().sum(), x.detach())
+    (product,) = hessian_vector_product(Scaled.apply(f(x), data).sin().sum(), x, v)
+    torch.testing.assert_close(product, H @ v)
+    (product,) = R_op(Scaled.apply(f(x), data), x, v)
+    torch.testing.assert_close(product, 3 * (x + x.sign()).square() * data * v)
+    with pytest.raises(RuntimeError, match="function Scaled cannot be differentiated"):
+        hessian_vector_product(Scaled.apply(f(x), data).sin().sum(), (x, data), (v, v))
 
 
 @pytest.mark.parametrize("output", [0, 1])

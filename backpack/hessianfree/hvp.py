@@ -61,7 +61,7 @@ def hessian_vector_product(
         # what has no graph need not be constant
         lacking = [p for p, is_known in zip(params, known, strict=True) if not is_known]
         seed = torch.ones_like(f, requires_grad=True)
-        with differentiable_gradients([f]):
+        with differentiable_gradients([f], lacking):
             found = iter(L_op(f, lacking, seed, detach=False))
         pairs = zip(gradient, known, strict=True)
         gradient = tuple(g if is_known else next(found) for g, is_known in pairs)

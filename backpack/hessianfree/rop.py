@@ -70,7 +70,7 @@ def pushforward(ys: tuple[Tensor, ...], xs: tuple[Tensor, ...]) -> Pushforward:
             map, if the backward pass is not differentiated as it should be.
     """
     ws = tuple(_anywhere(y) for y in ys)
-    with differentiable_gradients(ys):
+    with differentiable_gradients(ys, xs):
         transposed = vjp(ys, xs, ws, detach=False)
 
     def product(

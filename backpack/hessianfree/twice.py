@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
 
 from backpack.hessianfree.graph import nodes_above
 
@@ -19,8 +20,10 @@ class NoSecondDerivative(RuntimeError):
 
 
 @contextmanager
-def differentiable_gradients(ys: Iterable[Tensor]) -> Iterator[None]:
+def differentiable_gradients(ys: Iterable[Tensor], xs: Iterable[Tensor]) -> Iterator[None]:
     """Refuse functions of ``ys`` whose gradients, computed inside, have no derivative.
+
+    But for gradients that do not reach ``xs``.
 
     What these are multiplied with has to require a gradient.
 
@@ -30,17 +33,17 @@ def differentiable_gradients(ys: Iterable[Tensor]) -> Iterator[None]:
     Raises:
         NoSecondDerivative: At the end, if there is one.
     """
-    lacking: list[str] = []
+    lacking: list[tuple[Any, Any]] = []  # functions, and what they give such gradients to
 
     def look(node: Any, found: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
         known = [g for g in given if g is not None and (g.requires_grad or _has_entries(g))]
         if not known or not all(g.requires_grad for g in known):
             return
-        if any(
-            g is not None and above is not None and _is_constant(g)
+        lacking.extend(
+            (node, above)
             for g, (above, _) in zip(found, node.next_functions, strict=False)
-        ):
-            lacking.append(type(node).__name__.removesuffix("Backward"))
+            if g is not None and above is not None and _is_constant(g)
+        )
 
     is_plain = torch._C._functorch.peek_interpreter_stack() is None
     above = nodes_above(y.grad_fn for y in ys) if is_plain else ()
@@ -51,9 +54,12 @@ def differentiable_gradients(ys: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-    if lacking:
+    ends = {get_gradient_edge(x).node for x in xs if x.requires_grad} if lacking else set()
+    reaching = [node for node, above in lacking if not ends.isdisjoint(nodes_above([above]))]
+    if reaching:
+        name = type(reaching[0]).__name__.removesuffix("Backward")
         raise NoSecondDerivative(
-            f"The backward pass of the function {lacking[0]} cannot be differentiated: it is "
+            f"The backward pass of the function {name} cannot be differentiated: it is "
             "marked as once_differentiable, or computes without a graph (within torch.no_grad(), "
             "on detached tensors, by an adjoint method). What needs its derivative would lack a "
             "part. Write it with functions of torch, without that mark, or differentiate through "
@@ -63,9 +69,9 @@ def differentiable_gradients(ys: Iterable[Tensor]) -> Iterator[None]:
 
 def _is_constant(gradient: Tensor) -> bool:
     """Whether a gradient has no derivative, although it depends on the one that it is made of."""
-    if gradient.requires_grad:  # what is once differentiable is an error by itself, if reached
-        return type(gradient.grad_fn).__name__ == "Error"
-    return _has_entries(gradient)
+    # what is once differentiable is an error by itself, if reached
+    is_error = gradient.requires_grad and type(gradient.grad_fn).__name__ == "Error"
+    return (is_error or not gradient.requires_grad) and _has_entries(gradient)
 
 
 def _has_entries(gradient: Tensor) -> bool:

@@ -196,7 +196,7 @@ class Hessian(MatrixFreeOperator):
             output = output_of("Hessian", objective.model, X, objective.loss_function)
             loss = objective.loss_function(output, *targets)
         seed = torch.ones_like(loss, requires_grad=True)
-        with differentiable_gradients([loss]):
+        with differentiable_gradients([loss], objective.params):
             gradient = vjp((loss,), objective.params, (seed,), detach=False)
 
         def product(vectors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -149,7 +149,7 @@ def _slopes(ys: Sequence[Tensor], xs: Sequence[Tensor], g_out: Several) -> Sever
         if g is not None and y.requires_grad
     ]
     outs, grads = [y for y, _ in pairs], [g for _, g in pairs]
-    with differentiable_gradients(outs):
+    with differentiable_gradients(outs, xs):
         slopes: Several = gradients(outs, xs, grads, create_graph=True, allow_unused=True)
     return slopes
 
