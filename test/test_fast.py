@@ -20,13 +20,17 @@ from backpack.core import fast, memory
 from backpack.core.derivatives import patches, recurrent_network, reductions
 from backpack.core.derivatives.basederivatives import FACTS, BaseDerivatives
 from backpack.core.derivatives.convnd import ConvNDDerivatives
-from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
+from backpack.core.derivatives.crossentropyloss import (
+    CrossEntropyLossDerivatives,
+    NLLLossDerivatives,
+)
 from backpack.core.derivatives.elementwise import (
     ElementwiseDerivatives,
     ReLUDerivatives,
     SigmoidDerivatives,
 )
 from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.derivatives.normalization import LayerNormDerivatives
 from backpack.core.engine import elided_gradients, propagations
 from backpack.core.engine.slices import slice_bytes
@@ -636,6 +640,19 @@ def test_a_class_defined_while_paths_are_disabled() -> None:
     assert Late.batch_averaged is BaseDerivatives.batch_averaged
     assert SigmoidDerivatives.batch_averaged is ElementwiseDerivatives.batch_averaged
     assert "hessian_sum" in vars(CrossEntropyLossDerivatives)
+
+
+def test_a_rule_with_other_probabilities_knows_no_sum_of_hessians() -> None:
+    """Else the layer before such a loss would have it of all columns at once."""
+
+    class Sharper(CrossEntropyLossDerivatives):
+        def log_p(self, c: Context) -> Tensor:
+            return (2 * c.x).log_softmax(1)
+
+    assert Sharper.hessian_sum is BaseLossDerivatives.hessian_sum
+    assert Sharper.knows_hessian_sum is BaseLossDerivatives.knows_hessian_sum
+    known = CrossEntropyLossDerivatives.knows_hessian_sum
+    assert NLLLossDerivatives.knows_hessian_sum is known
 
 
 @pytest.mark.parametrize("columns", [1, 3, 40])

@@ -24,6 +24,8 @@ from backpack.core.values import has_values
 
 # What fast bodies of the cross entropy follow from.
 SOFTMAX = ("hessian_root", "log_p", "p", "_scale")
+# What the sum of its Hessians follows from.
+OF_SUM = (*SOFTMAX, "need_convex", "check_call")
 
 
 @register(CrossEntropyLoss)
@@ -120,7 +122,7 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         is_signed = not self._counts_samples(c) and is_negative(self._scale(c.at(None)))
         return None if is_signed else self.some_of_root(c)
 
-    @fast.body("The sum of diag(p) - p pᵀ is one product.", *SOFTMAX, "need_convex", "check_call")
+    @fast.body("The sum of diag(p) - p pᵀ is one product.", *OF_SUM)
     def hessian_sum(self, c: Context) -> Tensor:
         """Return ``sum_n a_n (diag(p_n) - p_n p_nᵀ)``."""
         if c.input.dim() > 2:
@@ -133,7 +135,7 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         total.diagonal().add_(mass.sum(0))
         return total
 
-    @fast.body("That is what it is for.", "hessian_sum", "hessian_root")
+    @fast.body("That is what it is for.", "hessian_sum", *OF_SUM)
     def knows_hessian_sum(self, c: Context) -> bool:
         """Return whether there are no positions."""
         return c.input.dim() == 2
@@ -241,6 +243,7 @@ class NLLLossDerivatives(CrossEntropyLossDerivatives):
     """
 
     hessian_sum = CrossEntropyLossDerivatives.hessian_sum  # a factor has N C² entries
+    knows_hessian_sum = CrossEntropyLossDerivatives.knows_hessian_sum
 
     def log_p(self, c: Context) -> Tensor:
         """Return the prediction: it is a logarithm of probabilities."""
