@@ -403,8 +403,8 @@ class Steps(torch.autograd.Function):
         return torch.zeros_like(first) + 2 * second
 
 
-class SignOnce(torch.autograd.Function):
-    """A sign, whose gradient is zero, marked as what autograd cannot differentiate twice."""
+class Sign(torch.autograd.Function):
+    """A sign, whose gradient is zero."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -412,7 +412,6 @@ class SignOnce(torch.autograd.Function):
         return x.sign()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         """Return zero."""
         return torch.zeros_like(grad)
@@ -450,7 +449,7 @@ def test_functions_whose_constant_gradients_are_zero_or_of_others() -> None:
     x, v, data = rand(4, requires_grad=True), rand(4, seed=1), rand(4, seed=2).requires_grad_()
 
     def f(x: Tensor) -> Tensor:
-        return (x + SignOnce.apply(x)).pow(3)
+        return (x + Sign.apply(x)).pow(3)
 
     H = hessian(lambda x: ((x + x.detach().sign()).pow(3) * data).sin().sum(), x.detach())
     (product,) = hessian_vector_product(Scaled.apply(f(x), data).sin().sum(), x, v)
@@ -459,6 +458,13 @@ def test_functions_whose_constant_gradients_are_zero_or_of_others() -> None:
     torch.testing.assert_close(product, 3 * (x + x.sign()).square() * data * v)
     with pytest.raises(RuntimeError, match="function Scaled cannot be differentiated"):
         hessian_vector_product(Scaled.apply(f(x), data).sin().sum(), (x, data), (v, v))
+
+
+def test_gradients_that_are_zero_at_a_point_alone() -> None:
+    """They have a derivative all the same, such as that of a square."""
+    x = torch.zeros(4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="function CubeOnce cannot be differentiated"):
+        hessian_vector_product(CubeOnce.apply(x, "graph").sum(), x, torch.ones(4))
 
 
 @pytest.mark.parametrize("output", [0, 1])

@@ -69,9 +69,10 @@ def differentiable_gradients(ys: Iterable[Tensor], xs: Iterable[Tensor]) -> Iter
 
 def _is_constant(gradient: Tensor) -> bool:
     """Whether a gradient has no derivative, although it depends on the one that it is made of."""
-    # what is once differentiable is an error by itself, if reached
-    is_error = gradient.requires_grad and type(gradient.grad_fn).__name__ == "Error"
-    return (is_error or not gradient.requires_grad) and _has_entries(gradient)
+    # what is once differentiable is an error by itself, if reached: also zero, as of a square at 0
+    if gradient.requires_grad:
+        return type(gradient.grad_fn).__name__ == "Error"
+    return _has_entries(gradient)
 
 
 def _has_entries(gradient: Tensor) -> bool:
