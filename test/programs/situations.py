@@ -785,12 +785,20 @@ PARAMETRISATIONS: dict[str, Callable[[nn.Module], Any]] = {
     "pruned_weights": lambda layer: prune.l1_unstructured(layer, "weight", amount=2),
 }
 EXTEND_AGAIN = "Call extend.model. once more"
+# What a recorded model follows, wherever it comes from.
+FOLLOWED = ("doubled_weights", "weight_norm")
+for _name in FOLLOWED:
+    _act = parametrised(PARAMETRISATIONS[_name], False)
+    add(_act, f"{_name}_after_extend_recorded", only=("recorded",))
 for _name, _how in PARAMETRISATIONS.items():
     for _before in (True, False):
         add(
             parametrised(_how, _before),
             f"{_name}_{'before' if _before else 'after'}_extend",
-            without=("tied", "attention"),
+            without=(
+                *("tied", "attention"),
+                *(["recorded"] if _name in FOLLOWED and not _before else []),
+            ),
             refused={} if _before else {"second": EXTEND_AGAIN},
             lost="" if _before else EXTEND_AGAIN,
         )
