@@ -243,7 +243,6 @@ class NLLLossDerivatives(CrossEntropyLossDerivatives):
     """
 
     hessian_sum = CrossEntropyLossDerivatives.hessian_sum  # a factor has N C² entries
-    knows_hessian_sum = CrossEntropyLossDerivatives.knows_hessian_sum
 
     def log_p(self, c: Context) -> Tensor:
         """Return the prediction: it is a logarithm of probabilities."""
