@@ -22,7 +22,6 @@ from backpack.core.derivatives.basederivatives import FACTS, BaseDerivatives
 from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.crossentropyloss import (
     CrossEntropyLossDerivatives,
-    NLLLossDerivatives,
 )
 from backpack.core.derivatives.elementwise import (
     ElementwiseDerivatives,
@@ -657,8 +656,6 @@ def test_a_rule_with_other_probabilities_knows_no_sum_of_hessians() -> None:
 
     assert Sharper.hessian_sum is BaseLossDerivatives.hessian_sum
     assert Sharper.knows_hessian_sum is BaseLossDerivatives.knows_hessian_sum
-    known = CrossEntropyLossDerivatives.knows_hessian_sum
-    assert NLLLossDerivatives.knows_hessian_sum is known
 
 
 @pytest.mark.parametrize("columns", [1, 3, 40])
