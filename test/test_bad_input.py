@@ -149,7 +149,7 @@ def test_extend_something_else(thing: Any) -> None:
 def test_extend_model_and_loss_at_once() -> None:
     model = mlp()
     with pytest.raises(TypeError, match=r"Sequential and MSELoss.*extend\(model\), extend\("):
-        extend(model, nn.MSELoss())  # type: ignore[call-overload]
+        extend(*[model, nn.MSELoss()])
     assert not hasattr(model, "_backpack_extend")
 
 

@@ -10,10 +10,9 @@ import oracle
 import pytest
 import torch
 from cases import CASES, Case, truth
+from largest import Largest
 from torch import Tensor, nn
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from backpack import backpack, extend, quantities
 from backpack.core.engine import elided_gradients, factored, sources
@@ -264,21 +263,6 @@ def test_the_gradient_may_be_summed(is_factored: bool, monkeypatch: pytest.Monke
         loss.backward()
     assert_close([p.grad for p in model.parameters()], expected)
     assert_close([p.grad_clipped for p in model.parameters()], sums)  # type: ignore[attr-defined]
-
-
-class Largest(TorchDispatchMode):
-    """Notes how many entries the largest tensor has that an operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for t in tree_leaves(result):
-            if isinstance(t, Tensor):
-                self.entries = max(self.entries, t.untyped_storage().nbytes() // t.itemsize)
-        return result
 
 
 LARGE = {

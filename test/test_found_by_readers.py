@@ -3969,7 +3969,7 @@ def test_questions_about_a_batch_name_their_place(is_padded: bool) -> None:
     mask = torch.ones(N, 3, dtype=torch.bool)
     mask[1, 2] = not is_padded
     optimiser = private(model.parameters())
-    model = extend(model, use_converter="record")  # type: ignore[assignment]
+    extend(model, use_converter="record")
     with backpack(*optimiser.extensions):
         lossfunc(model(X, mask), y).backward()
     if not is_padded:

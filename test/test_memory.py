@@ -15,10 +15,10 @@ import numpy
 import pytest
 import torch
 from apart import run
+from largest import Largest
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.utils import parametrizations, parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from backpack import backpack, disable, extend, extensions, memory_cleanup
@@ -657,20 +657,6 @@ def test_a_slice_is_freed_before_the_next_one_travels(monkeypatch: pytest.Monkey
     ):  # three columns of the loss
         loss.backward()
     assert counts == [3, 2, 1]
-
-
-class Largest(TorchDispatchMode):
-    """Entries of the largest tensor that is made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.entries = max(self.entries, result.numel())
-        return result
 
 
 @pytest.mark.parametrize("needs_hessian", [False, True])

@@ -21,17 +21,17 @@ class NoSecondDerivative(RuntimeError):
 
 @contextmanager
 def differentiable_gradients(ys: Iterable[Tensor], xs: Iterable[Tensor]) -> Iterator[None]:
-    """Refuse functions of ``ys`` whose gradients, computed inside, have no derivative.
-
-    But for gradients that do not reach ``xs``.
-
-    What these are multiplied with has to require a gradient.
+    """Refuse functions whose gradients, computed inside of this context, have no derivative.
 
     Such are functions written in Python that are marked as ``once_differentiable``, or whose
     backward pass computes without a graph. Autograd would take their second derivative for zero.
 
+    Args:
+        ys: What is differentiated inside: ``Jᵀ w`` with w that require a gradient. ``[*y]`` each
+        xs: With respect to what: gradients that do not reach these may be constant. ``[*x]`` each
+
     Raises:
-        NoSecondDerivative: At the end, if there is one.
+        NoSecondDerivative: At the end, if there is such a function.
     """
     lacking: list[tuple[Any, Any]] = []  # functions, and what they give such gradients to
 

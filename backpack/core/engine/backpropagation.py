@@ -73,7 +73,6 @@ class LossSource:
     _last: tuple[Rows, Sequence[Tensor | None], Tensor | None] | None = field(
         default=None, init=False
     )
-
     _last_some: tuple[Rows, SomeColumns | None] | None = field(default=None, init=False)
 
     def num_columns(self, rows: Rows) -> int:
